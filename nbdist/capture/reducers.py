@@ -79,7 +79,7 @@ def _reduce_weakref(ref: weakref.ref[Any]) -> tuple[Any, ...]:
 
 
 class _Gone:
-    """The target of a weak reference whose own is gone."""
+    """The target of a weak reference whose real target does not exist any more."""
 
 
 def _make_weakref(target: Any) -> Any:

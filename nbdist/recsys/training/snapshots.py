@@ -151,8 +151,8 @@ class Snapshots:
         """Load the newest snapshot, if it exists and the run is to be resumed. All ranks must call it.
 
         Returns:
-            The states `common` (with `step` and `world_size`) and `own` of `_save`. On another number of ranks, `own` is
-            the state of the rank whose number is this rank's number modulo the earlier number of ranks.
+            The states `common` (with `step` and `world_size`) and `own` of `_save`. On another number of ranks, `own`
+            is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
 
         Raises:
             ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken of another model
