@@ -12,8 +12,8 @@ from typing import Any
 
 from cloudpickle import cloudpickle
 
-from . import classes, data, reading, reducers, shared, torch_objects
-from .data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
+from . import big_data, classes, reading, reducers, shared, torch_objects
+from .big_data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
 from .definitions import DefinitionPickler
 from .foreign import text
 from .mapped import MappedFiles
@@ -150,7 +150,7 @@ def dumps_plain(value: Any) -> memoryview | None:
 #: What pickles call when they are read: there wherever a reader is.
 _READERS = frozenset(
     value
-    for module in (reading, classes, data, reducers, shared, torch_objects, cloudpickle)
+    for module in (reading, classes, big_data, reducers, shared, torch_objects, cloudpickle)
     for value in vars(module).values()
     if isinstance(value, types.FunctionType) and importable(value)
 )

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .data import own_device
+from .big_data import own_device
 from .foreign import contents
 
 Reduction = tuple[Any, ...]

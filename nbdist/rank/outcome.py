@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capture import imports
-from ..capture.data import OUT_OF_BAND
+from ..capture.big_data import OUT_OF_BAND
 from ..capture.depth import with_large_stack
 from ..capture.diagnosis import explain_failure
 from ..capture.partial import absent_parts

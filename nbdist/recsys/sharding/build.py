@@ -37,19 +37,10 @@ from .deferred import DeferredTables, TablesOptimizer, deferring
 from .half_tables import SinglePrecision, check_types
 from .hooks import move_inputs
 from .initial import common_seed, fill, free_tables, materialise, without_memory
+from .optimizers import EVERYWHERE, OPTIMIZERS, check_optimizer, fused_types
 from .planning import Planner, make_sharders
 from .sharded import Sharded, kernels, share_buffers
-from .strategies import (
-    EVERYWHERE,
-    OPTIMIZERS,
-    ROW_STRATEGIES,
-    Table,
-    check_optimizer,
-    choose,
-    fused_types,
-    of_each,
-    too_large_to_copy,
-)
+from .strategies import ROW_STRATEGIES, Table, choose, of_each, too_large_to_copy
 
 
 def build(
