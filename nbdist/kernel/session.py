@@ -187,8 +187,8 @@ class Session:
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Further names of notebook variables to take along, which `fn` is not seen to use; or a mapping
                 from names to values.
-            ranks: The ranks that run `fn`; the value is that of the lowest. None: all ranks. A collective of all ranks
-                waits for ever if only some ranks call it.
+            ranks: The ranks that run `fn`; the lowest of them gives the value. None: all ranks. A collective of all
+                ranks waits for ever if only some ranks call it.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.

@@ -34,8 +34,8 @@ class MemoryLoader(Loader):
     Args:
         data: Tensors, NumPy arrays or `Ragged` in a mapping (batches are dicts) or in a tuple or list (batches are
             tuples), all with equally many rows; or a polars or pandas frame, or an Arrow table. Tensors may be
-            on a GPU. Tensors and arrays are not copied, unless their rows are scattered in memory, as those of an
-            array of a data frame's columns are: gathering them would take 5 to 40 times as long.
+            on a GPU. Tensors and arrays are not copied, unless their rows are scattered in memory, as in an
+            array of a data frame's columns: gathering them would take 5 to 40 times as long.
         batch_size: Rows per step on each rank.
         shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
             `nbdist.recsys.loader.base.Loader`.
