@@ -100,7 +100,7 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    """Return what is public: for completion."""
+    """Return the public names, for completion."""
     return sorted(
         [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__", "fastai", "recsys"]
     )

@@ -60,8 +60,8 @@ class NbdistError(Exception):
 class CaptureError(NbdistError):
     """Something that a call needs cannot be pickled; the message names the variable and the path inside it.
 
-    Attributes: `value`, what the function returned, where only a part of it cannot be sent or rebuilt: an object that
-    says so is in the place of that part. Else None.
+    Attributes: `value`, the function's value if only a part of it cannot be sent or rebuilt, with an `Absent` in the
+    place of this part; otherwise None.
 
     Examples:
         >>> from nbdist import in_ddp

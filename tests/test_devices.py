@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist import Session, devices, in_ddp
-from nbdist.capture.data import Storage
+from nbdist.capture.big_data import Storage
 from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.cell.cell import Cell

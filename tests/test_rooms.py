@@ -9,6 +9,7 @@ import graphlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,9 @@ FILES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
+
+#: The most lines of a function and of a class, without docstrings.
+LINES: dict[type[ast.AST], int] = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
 
 #: Everybody may ask what this process is, and raise what users meet.
 COMMON = {"", "checks", "errors", "deaths", "notebook", "system", "devices"}
@@ -129,6 +133,35 @@ def test_pytest_loads_next_to_nothing_of_it() -> None:
     code = "import sys, nbdist.integrations.pytest; print(*[name for name in sys.modules if name.startswith('nbdist')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"nbdist", "nbdist.integrations", "nbdist.integrations.pytest"}
+
+
+def too_long(source: str) -> dict[str, int]:
+    """The functions and classes with too many lines, docstrings not counted."""
+    found = {}
+    for node in definitions(ast.parse(source)):
+        lines = _lines(node) - sum(_lines(inner.body[0]) for inner in definitions(node) if ast.get_docstring(inner))
+        if lines > LINES[type(node)]:
+            found[node.name] = lines
+    return found
+
+
+def definitions(tree: ast.AST) -> list[Any]:
+    return [node for node in ast.walk(tree) if type(node) in LINES]
+
+
+def _lines(node: Any) -> int:
+    return int(node.end_lineno - node.lineno + 1)
+
+
+def test_functions_and_classes_are_short() -> None:
+    assert not {module: found for module, path in FILES.items() if (found := too_long(path.read_text()))}
+
+
+def test_a_long_function_and_a_long_class_are_found() -> None:
+    line, docstring = "    x = 1\n", '    """Text.\n' + "\n" * 99 + '    """\n'
+    assert too_long(f"def f():\n{docstring}{line * 60}") == {"f": 61}
+    assert too_long(f"def f():\n{docstring}{line * 59}") == {}
+    assert too_long(f"class C:\n{docstring}{line * 250}") == {"C": 251}
 
 
 def test_public_names() -> None:

@@ -158,8 +158,7 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
 
 
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
-    """Return the places of `modules` and their parents, for those that a fresh interpreter does not find by
-    `sys.path`."""
+    """Return the places of the `modules`, and their parents, that a fresh interpreter does not find by `sys.path`."""
     places: dict[str, tuple[str | None, list[str] | None]] = {}
     for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
         top = sys.modules.get(name)

@@ -149,7 +149,7 @@ def make_enum(
 
 
 def set_members(cls: Any, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the attributes that members have of their own."""
+    """Set the own attributes of the members."""
     for name, own in attributes.items():
         vars(cls.__members__[name]).update(own)
 

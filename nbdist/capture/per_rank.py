@@ -45,7 +45,7 @@ def per_rank(values: Iterable[Any]) -> Any:
     """Mark an argument as one value for each rank: the first item for the first rank, and so on.
 
     Args:
-        values: As many as there are ranks that run the function. All of them travel to each of these, which opens its
+        values: One value for each rank that runs the function. All values travel to each rank, which opens its
             own: big arrays are shared, and not copied.
 
     Raises:

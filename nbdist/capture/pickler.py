@@ -1,9 +1,4 @@
-"""Pickles of notebook objects: functions and classes by value, big buffers outside the pickle. `reading` reads them.
-
-A function keeps its namespace: all functions of the notebook find their globals in the rank's `__main__`. The globals
-that they use are sent, too, once each, and are set in this namespace. So are the functions and classes that the
-notebook knows by their own names, for code that pickles by name in a rank.
-"""
+"""Pickles of notebook objects: functions and classes by value, big buffers outside the pickle. `reading` reads them."""
 
 from __future__ import annotations
 
@@ -15,54 +10,27 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import cloudpickle
-from cloudpickle.cloudpickle import subimport
+from cloudpickle import cloudpickle
 
-from . import classes, data, reading, reducers, shared, torch_objects
-from .data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
+from . import big_data, classes, reading, reducers, shared, torch_objects
+from .big_data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
+from .definitions import DefinitionPickler
 from .foreign import text
 from .mapped import MappedFiles
-from .names import (
-    Outputs,
-    attributes_of,
-    globals_of,
-    globals_of_class,
-    importable,
-    namespace_of,
-    submodules,
-    travels_by_value,
-)
-from .need import main_namespace
+from .names import importable
 from .ray_references import reduce_of_ray
-from .steps import (
-    CallStep,
-    Close,
-    Enter,
-    EnterConstants,
-    EnterOwn,
-    Named,
-    Open,
-    Progress,
-    UnpickleStep,
-    is_constant,
-    is_definition,
-)
+from .steps import UnpickleStep
 from .training_state import reduce_training_state
 
 #: Types that any reader knows, and that refer to nothing.
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes])
 
-#: Of code, and of data that it refers to.
-Steps = tuple[list[Any], list[Any]]
 
-
-class Pickler(cloudpickle.Pickler):
-    """A pickler in C that sends notebook functions by value, with the globals that they use.
+class Pickler(DefinitionPickler):
+    """A pickler of notebook objects: definitions by value, big buffers outside the pickle, data in their own ways.
 
     Args:
-        file: The file for the pickle.
-        skip: Says of a global, by the key of its namespace and its name, that the reader has it already.
-        need: Values that go in the place of the globals of these names, in the namespaces `need_in` (their keys).
+        file, skip, need, need_in: As for `DefinitionPickler`.
         known: The number, by id, of each object that came from the other side. It goes back as that number, so that
             the notebook gets its own class again and not a copy.
         instead: Replacements of objects, by their ids.
@@ -86,37 +54,21 @@ class Pickler(cloudpickle.Pickler):
         in_band: bool = False,
         least: int = OUT_OF_BAND,
     ) -> None:
-        self.file = file
         self.buffers: list[pickle.PickleBuffer] = []
-        self.originals: list[Any] = []  # functions and classes sent by value, in the order of their numbers
-        self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
-        self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
-        self.captured: dict[str, Any] = {}  # the variables that travel
-        self.defines = False  # whether anything is sent by value: then only `reading.read` reads it
-        self._progress = Progress()
-        self._skip = skip
-        self._need, self._need_in = need or {}, frozenset(need_in)
         self._known, self._instead = known or {}, instead or {}
         self._to_cpu, self._says_copies = to_cpu, says_copies
         # What comes back is copied: files of ranks may be short-lived.
         self._files = None if to_cpu or in_band else MappedFiles()
-        self._skipped: dict[tuple[str, str], bool] = {}
-        self._numbers: dict[int, int] = {}
         self._storages: dict[int, Storage] = {}
         self._array = getattr(sys.modules.get("numpy"), "ndarray", None)
-        self._cells: set[int] = set()  # those whose content some function's steps write
         # Not a method: with a reference to itself, a pickler and its data would wait for the garbage collector.
         out_of_band = None if in_band else functools.partial(_keep_buffer, self.buffers, least)
-        super().__init__(file, protocol=5, buffer_callback=out_of_band)
+        super().__init__(file, skip=skip, need=need, need_in=need_in, out_of_band=out_of_band)
 
     def dump(self, obj: Any) -> None:
         """Write the pickle of `obj`. Raises the exceptions of its objects, and `RecursionError` for one that is too
         deep."""
         pickle.Pickler.dump(self, obj)
-
-    def needed(self) -> tuple[UnpickleStep, ...]:
-        """Return the steps that send the names in `need`, whether or not the function is seen to use them."""
-        return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
 
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
         if isinstance(obj, UnpickleStep):
@@ -133,31 +85,10 @@ class Pickler(cloudpickle.Pickler):
             if reduction is None and self._says_copies and obj.base is not None:
                 shared.warn_of_shared_array(obj)
             return reduction or NotImplemented
-        if type(obj) is types.CodeType:
-            return NotImplemented  # cloudpickle's, by its type
-        if type(obj) is types.FunctionType:  # isinstance says so of wrapt's proxies, too
-            if importable(obj):
-                self.modules.add(obj.__module__)
-                return NotImplemented
-            self._number(obj)
-            return self._reduce_function(obj)
-        if issubclass(type(obj), type):  # isinstance says so of `Sequence[int]`, too, before Python 3.11
-            if obj.__module__ == "builtins" or obj in classes.BUILT_IN:  # where NoneType and its like say they are
-                return super().reducer_override(obj)
-            if importable(obj):
-                self.modules.add(obj.__module__)
-                return NotImplemented
-            self._number(obj)
-            return self._reduce_class(obj)
+        if (definition := self.reduce_definition(obj)) is not None:
+            return definition
         if isinstance(obj, BaseException) and reducers.has_own_init(type(obj)):
             return reducers.make_exception, (type(obj), obj.args), obj.__dict__
-        if isinstance(obj, types.ModuleType):
-            return self._reduce_module(obj)
-        if isinstance(obj, types.CellType):
-            return self._reduce_cell(obj)
-        if type(obj) in classes.VARIABLES:
-            self._number(obj)
-            return classes.reduce_variable(obj)
         if type(obj) in reducers.BY_TYPE:
             return reducers.BY_TYPE[type(obj)](obj)
         reduction = (
@@ -173,153 +104,33 @@ class Pickler(cloudpickle.Pickler):
         if reduction is not None:
             return reduction
         torch = sys.modules.get("torch")
-        if torch is not None:
-            if isinstance(obj, torch.Tensor):
-                return reduce_tensor(obj)
-            if torch_objects.is_operator(obj):
-                self._number(obj)
-                return torch_objects.reduce_operator(obj)
-            if (reduction := torch_objects.reduce_torch(torch, obj, self._to_cpu)) is not None:
-                return reduction
-            if isinstance(obj, torch.storage.TypedStorage):
-                return typed_storage, (self._storage(obj._untyped_storage), obj.dtype)
-            if isinstance(obj, torch.UntypedStorage):
-                return typed_storage, (self._storage(obj), None)
-            if type(obj) is torch.Generator and obj.device.type == "cuda":
-                return own_generator, (obj.initial_seed(), obj.get_state())
-            if type(obj) is torch.device and obj.type == "cuda":
-                # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
-                return (torch.device, ("cpu",)) if self._to_cpu else (own_device, ())
+        if torch is not None and (reduction := self._reduce_torch(torch, obj)) is not None:
+            return reduction
         if self._says_copies:
             shared.warn_of_trial(obj)
         if callable(obj) and (module := text(obj, "__module__")) in sys.modules and module != "__main__":
             self.modules.add(module)  # such as a compiled function's, which is found by its name
         return reducers.reduce_delegating(obj) or super().reducer_override(obj)
 
-    def _number(self, obj: Any) -> None:
-        if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = len(self.originals)
-            self.originals.append(obj)
-
-    # The following methods give steps in pairs of lists: first code, then data, which wait until all code is there.
-
-    def _reduce_function(self, fn: types.FunctionType) -> tuple[Any, ...]:
-        key, captured = namespace_of(fn.__globals__)
-        names = globals_of(fn)
-        if "#" in key:  # what relative imports go by
-            names.update((name, fn.__globals__[name]) for name in _PACKAGE if name in fn.__globals__)
-        if not captured:  # pytest's rewritten asserts use names such as '@pytest_ar' that no import of the module gives
-            names = {name: value for name, value in names.items() if name.startswith("@")}
-        self.used.update((key, name) for name in names)
-        attributes = {name: value for name in _FUNCTION_ATTRIBUTES if (value := getattr(fn, name, None))}
-        args = (fn.__code__, key, fn.__name__, fn.__module__, fn.__qualname__, fn.__doc__, fn.__closure__)
-        steps = self._definition(
-            self._own_name(fn),
-            [],
-            _attributes(reading.set_function, fn, attributes),
-            _attributes(reading.update_function, fn, fn.__dict__),
-            self._contents(fn),
-            self._reached_modules(fn, names.values() if captured else ()),
-            self._variables(key, names),
-        )
-        return reading.make_function, args, steps, None, None, reading.nothing
-
-    def _reduce_class(self, cls: type) -> tuple[Any, ...]:
-        ctypes = sys.modules.get("ctypes")
-        if ctypes is not None and type(cls) is type(ctypes.Array):
-            return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
-        make, args, attributes, data = classes.reduce_class(cls)
-        steps = self._definition(
-            [*self._own_name(cls), CallStep(classes.keep_attributes, cls, frozenset(attributes))],
-            data,
-            _attributes(classes.set_attributes, cls, attributes),
-            self._variables("__main__", globals_of_class(cls)),
-        )
-        return make, args, steps, None, None, reading.nothing
-
-    def _reduce_module(self, module: types.ModuleType) -> Any:
-        if not travels_by_value(module):
-            if sys.modules.get(module.__name__) is module:
-                self.modules.add(module.__name__)
-                return subimport, (module.__name__,)  # also one of a subclass, as transformers and torch.backends are
-            package, _, name = module.__name__.rpartition(".")
-            if package in sys.modules and getattr(sys.modules[package], name, None) is module:  # torch.ops
-                return getattr, (sys.modules[package], name)
-        key, _ = namespace_of(vars(module))
-        names = {name: value for name, value in vars(module).items() if name not in _LOADING}
-        steps = self._definition([], [], self._variables(key, names))
-        return reading.module_for, (key, module.__doc__), steps, None, None, reading.nothing
-
-    def _reduce_cell(self, cell: types.CellType) -> tuple[Any, ...]:
-        # First the empty cell, then its content: two functions that share a cell still do, and recursion ends.
-        if id(cell) in self._cells or (content := _content(cell)) is _EMPTY:
-            return types.CellType, ()
-        return types.CellType, (), (content,), None, None, reading.set_cell_state
-
-    def _definition(self, code: list[Any], data: list[UnpickleStep], *more: Steps) -> tuple[Any, ...]:
-        self.defines = True
-        for some_code, some_data in more:
-            code += some_code
-            data += some_data
-        return (Open(), *code, Close(data)) if code or data else ()
-
-    def _own_name(self, obj: Any) -> list[Any]:
-        """Return the steps that set `obj` under its own name in the reader, if the notebook knows it by this name."""
-        name, *inner = obj.__qualname__.split(".")
-        outermost = main_namespace().get(name) if obj.__module__ == "__main__" else None
-        found = outermost
-        for part in inner:
-            found = getattr(found, part, None)
-        if found is not obj or not self._travels("__main__", name):
-            return []
-        if "__main__" in self._need_in and name in self._need:
-            return []
-        return [Enter("__main__", name, outermost) if inner else EnterOwn("__main__", name, obj)]
-
-    def _contents(self, fn: types.FunctionType) -> Steps:
-        code, data = [], []
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            content = _content(cell)
-            if id(cell) in self._cells or content is _EMPTY:
-                continue
-            self._cells.add(id(cell))
-            if is_constant(content) or is_definition(content):
-                code.append(CallStep(reading.set_cell, cell, content))
-            else:
-                data.append(CallStep(reading.set_cell, cell, Named(name, content)))
-        return code, data
-
-    def _reached_modules(self, fn: types.FunctionType, values: Iterable[Any]) -> Steps:
-        contents = (_content(cell) for cell in fn.__closure__ or ())
-        packages = [value for value in (*values, *contents) if isinstance(value, types.ModuleType)]
-        found: list[Any] = [inner for package in packages for inner in submodules(package, fn.__code__)]
-        return found + torch_objects.operators_named(attributes_of(fn.__code__)), []
-
-    def _variables(self, key: str, names: Mapping[str, Any]) -> Steps:
-        constants: dict[str, Any] = {}
-        code: list[Any] = []
-        data: list[Any] = []
-        for name, value in names.items():
-            if key in self._need_in and name in self._need:
-                value = self._need[name]
-            elif not self._travels(key, name):
-                continue
-            if self._progress.entered.get((key, name)):
-                continue
-            self.captured[name] = value
-            if isinstance(value, Outputs):
-                shown = {number: Named(f"Out[{number}]", output) for number, output in value.items()}
-                data.append(CallStep(reading.enter_outputs, key, shown))
-            elif is_constant(value):
-                constants[name] = value
-            else:
-                (code if is_definition(value) else data).append(Enter(key, name, value))
-        return [EnterConstants(key, constants), *code] if constants else code, data
-
-    def _travels(self, key: str, name: str) -> bool:
-        if (key, name) not in self._skipped:
-            self._skipped[key, name] = self._skip(key, name)
-        return not self._skipped[key, name]
+    def _reduce_torch(self, torch: Any, obj: Any) -> Any:
+        """Return the reduction of an object of torch; None for objects that torch's own reduction is right for."""
+        if isinstance(obj, torch.Tensor):
+            return reduce_tensor(obj)
+        if torch_objects.is_operator(obj):
+            self.number(obj)
+            return torch_objects.reduce_operator(obj)
+        if (reduction := torch_objects.reduce_torch(torch, obj, self._to_cpu)) is not None:
+            return reduction
+        if isinstance(obj, torch.storage.TypedStorage):
+            return typed_storage, (self._storage(obj._untyped_storage), obj.dtype)
+        if isinstance(obj, torch.UntypedStorage):
+            return typed_storage, (self._storage(obj), None)
+        if type(obj) is torch.Generator and obj.device.type == "cuda":
+            return own_generator, (obj.initial_seed(), obj.get_state())
+        if type(obj) is torch.device and obj.type == "cuda":
+            # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
+            return (torch.device, ("cpu",)) if self._to_cpu else (own_device, ())
+        return None
 
     def _storage(self, untyped: Any) -> Storage:
         # Each access to a tensor's storage makes a new Python object: only its address shows that two are one.
@@ -339,29 +150,10 @@ def dumps_plain(value: Any) -> memoryview | None:
 #: What pickles call when they are read: there wherever a reader is.
 _READERS = frozenset(
     value
-    for module in (reading, classes, data, reducers, shared, torch_objects, cloudpickle.cloudpickle)
+    for module in (reading, classes, big_data, reducers, shared, torch_objects, cloudpickle)
     for value in vars(module).values()
     if isinstance(value, types.FunctionType) and importable(value)
 )
-_FUNCTION_ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__annotations__", "__type_params__")
-_PACKAGE = ("__package__", "__path__", "__file__")
-_LOADING = frozenset(["__builtins__", "__name__", "__doc__", "__loader__", "__spec__"])
-_EMPTY = object()
-
-
-def _attributes(setter: Callable[..., None], obj: Any, attributes: Mapping[str, Any]) -> Steps:
-    code: dict[str, Any] = {}
-    data: dict[str, Any] = {}
-    for name, value in attributes.items():
-        (code if is_constant(value) or is_definition(value) else data)[name] = value
-    return [CallStep(setter, obj, code)] if code else [], [CallStep(setter, obj, data)] if data else []
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
 
 
 def _keep_buffer(kept: list[pickle.PickleBuffer], least: int, buffer: pickle.PickleBuffer) -> bool:

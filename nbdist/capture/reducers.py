@@ -24,8 +24,7 @@ Reduction = tuple[Any, ...]
 
 
 def has_own_init(cls: type[BaseException]) -> bool:
-    """Return whether Python would rebuild such an exception by `__init__(*args)`, although `__init__` may need other
-    arguments."""
+    """Return whether Python would rebuild an exception by `__init__(*args)`, although it may need other arguments."""
     return isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is BaseException.__reduce__
 
 
@@ -80,7 +79,7 @@ def _reduce_weakref(ref: weakref.ref[Any]) -> tuple[Any, ...]:
 
 
 class _Gone:
-    """The target of a weak reference whose own is gone."""
+    """The target of a weak reference whose real target does not exist any more."""
 
 
 def _make_weakref(target: Any) -> Any:
@@ -154,7 +153,7 @@ def reduce_delegating(obj: Any) -> Reduction | None:
 
 
 def set_state(obj: Any, state: Any) -> None:
-    """Set the state from `object.__reduce_ex__`: the attributes, and those in slots."""
+    """Set the state from `object.__reduce_ex__`: the attributes, also in slots."""
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     if attributes:
         object.__getattribute__(obj, "__dict__").update(attributes)

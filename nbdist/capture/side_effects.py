@@ -78,7 +78,7 @@ def missing_import(error: AttributeError) -> str:
 
 
 def _missing_of_fastai(name: str) -> str:
-    """Do the same for fastai, whose index lists the modules that give learners this attribute."""
+    """Return the advice for an attribute that learners lack: fastai's index lists the modules that give it."""
     if "fastai.learner" not in sys.modules:
         return ""
     with contextlib.suppress(ImportError, AttributeError, KeyError):

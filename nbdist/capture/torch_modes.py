@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .data import own_device
+from .big_data import own_device
 
 #: Where `fp32_precision` is an attribute in torch 2.9 and newer, the most general first.
 _FP32 = ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .data import own_device
+from .big_data import own_device
 from .foreign import contents
 
 Reduction = tuple[Any, ...]
@@ -29,7 +29,9 @@ _HOOKS = {
 
 
 def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
-    """Return the reduction of such an object; None for any other object. `to_cpu`: the reader is the notebook.
+    """Return the reduction of an object of torch that needs its own; None for other objects.
+
+    `to_cpu`: the reader is the notebook.
 
     Raises `TypeError` for an operator that cannot be registered again.
     """

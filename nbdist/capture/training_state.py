@@ -31,7 +31,7 @@ _PREPARED = ("AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderShard", 
 
 
 def reduce_training_state(obj: Any) -> Reduction | None:
-    """Return the reduction of an object of these libraries with such knowledge; None for any other object."""
+    """Return the reduction of an object of accelerate or transformers that knows the processes; otherwise None."""
     state = sys.modules.get("accelerate.state")
     if state is None:
         return None

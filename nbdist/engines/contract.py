@@ -102,7 +102,7 @@ class Ranks(Protocol):
         """The function that makes a listener for messages, output and exits of the ranks."""
 
     def logs(self, ranks: Sequence[int], most: int) -> Mapping[int, str]:
-        """Return the last output, about `most` characters, of each of these ranks, if the engine keeps output that no
+        """Return the last output, about `most` characters, of each of the `ranks`, if the engine keeps output that no
         cell shows. After `close`, of all ranks that it knows."""
 
     def cut_output(self, call: int) -> None:
@@ -191,7 +191,7 @@ class MakeEngine(Protocol):
         """Make an engine.
 
         Args:
-            options: What the user has given in place of the name; None: the name alone.
+            options: The object that the user has given in place of the name; None: the name alone.
             env: Environment variables for the ranks.
             start: The way to start ranks: "forkserver" or "spawn".
 

@@ -130,7 +130,7 @@ class ForkServer:
             self._importing_after = self._last_launch
 
     def break_off(self) -> None:
-        """Make the server leave modules that take long to import to the ranks, if ranks wait for it; or end it."""
+        """Make the server leave modules that take long to import to the ranks, which wait; the second time, end it."""
         if self.importing and time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
             self.process.send_signal(signal.SIGKILL if self._broken_off else BREAK_OFF)
             self._broken_off = True

@@ -54,7 +54,7 @@ class Listener:
 
     Args:
         ranks: The ranks to listen to.
-        on_output: Takes what a rank has written.
+        on_output: Called with the output of a rank.
         on_message: Takes a rank's message and its parcel.
         on_exit: Takes the end of a rank.
         on_start: Takes the rank and the pid of a process that has started.

@@ -31,7 +31,7 @@ class _Fastai:
 
 
 class _Training:
-    """The training that goes on, or the last one."""
+    """The current training, or the last one."""
 
     group: SharedGroup | None = None
     """None where ranks cannot share memory."""

@@ -42,8 +42,8 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
 
     Args:
         learn: The learner of `collab_learner` or `tabular_learner`, or a `Learner` whose data are `TabularPandas`.
-        local_sgd_steps: Under `distrib_ctx`, steps of each rank by itself before weights are averaged. None: gradients
-            are averaged in each step.
+        local_sgd_steps: The number of steps that each rank takes by itself, under `distrib_ctx`, before weights are
+            averaged. None: gradients are averaged in each step.
 
     Raises:
         ValueError: `local_sgd_steps` is below 1.
@@ -83,7 +83,7 @@ class TabularLoader(MemoryLoader):
         original: The fastai loader.
         data: Its rows, as `TabularPandas` makes batches of them.
         divided: Whether the rows are divided among the ranks.
-        group: Through which ranks agree on the order then. None: the default process group.
+        group: The process group in which ranks agree on the order then. None: the default process group.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Launcher:
         return value
 
     def close(self, *nranks: int) -> None:
-        """End the ranks of these sessions, or of all."""
+        """End the ranks of the given sessions, or of all sessions."""
         for count in nranks or list(self._sessions):
             self._sessions.pop(count).close()
 

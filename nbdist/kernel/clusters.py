@@ -22,7 +22,7 @@ from .cell.cell import Cell
 class Cluster:
     """Ray on machines, until `close` or the end of the notebook; the result of `nbdist.cluster`.
 
-    Attributes: `options`, with which the engine uses it.
+    Attributes: `options`, with which the engine uses the cluster.
     """
 
     def __init__(self, machines: launching.Machines, options: EngineOptions, where: str) -> None:
@@ -82,19 +82,19 @@ def cluster(
         nodes: The number of Slurm's nodes.
         gpus: GPUs of each machine. With any, each rank has one of its own.
         options: Further arguments of srun (`["--partition=gpu", "--time=4:00:00"]`), or of ssh (`["-p", "2222"]`).
-        python: The interpreter there. None: the path of this one.
+        python: The path of the interpreter on the machines. None: the path of this interpreter.
         ray_start: Further arguments of `ray start`, such as `["--num-cpus=16"]`. If nothing is said, Ray has the cores
             that a program may use there.
-        wait: Seconds that it may take until Ray runs on all machines, with the time in Slurm's queue.
+        wait: Seconds to wait at most until Ray runs on all machines, including the time in Slurm's queue.
         **engine: Further fields of `RayOptions`, such as `cpus` and `placement`.
 
     Returns:
-        What can be closed; also a context manager.
+        The cluster, with a method `close`; also a context manager.
 
     Raises:
-        TypeError, ValueError: For arguments that make no sense.
-        NbdistError: No ssh or srun here; a host that cannot be reached; no Ray there, or another version; too few GPUs;
-            or too long a time.
+        TypeError, ValueError: An argument is invalid.
+        NbdistError: ssh or srun is missing; a host cannot be reached, or has no Ray, another version or too few GPUs;
+            or the `wait` is over.
 
     Examples:
         >>> cluster(["host1", "host2"], nodes=2)

@@ -103,7 +103,7 @@ def in_ddp(
 
     Args:
         ngpus: The number of ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
-        fn: The function to run: of the notebook, of a script, or of a package.
+        fn: The function to run, from the notebook, a script or a package.
         *args: The positional arguments of `fn`. `per_rank([...])` gives each rank its own.
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
@@ -204,10 +204,9 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named:
 
     Args:
         imports: Import statements, as for `in_ddp`.
-        idle: Seconds after which the server ends when nothing uses it. Half an hour if never said; the next call
-            starts a new one.
-        named: Instead, have a keeper with a fork server of its own ready, for the next session that is made with a
-            `name`.
+        idle: Seconds after which the server ends when nothing uses it; half an hour by default. The next call starts a
+            new one.
+        named: Whether to start, instead, a keeper with its own fork server, for the next session with a `name`.
 
     Examples:
         >>> warm("from fastai.collab import *")

@@ -43,20 +43,21 @@ class Session:
 
     Args:
         nranks: The number of ranks, at least one.
-        backend: Of the process group, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors and
-            objects also gloo: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
-            further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
-            collective that has waited for 60 seconds.
+        backend: The process group's backend, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors
+            and objects also gloo: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
+            further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a collective that has
+            waited for 60 seconds.
         devices: "cpu", "cuda", or one device per rank: by numbers among the visible GPUs (`["cuda:0", "cuda:2"]`) or
             names as `nvidia-smi -L` has them (`["GPU-6e5f...", "GPU-8f1c..."]`, or "MIG-..."). Ranks
             may share one. None: a GPU per rank where there is any GPU at all, else CPUs.
         threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
             same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
-        output: Whose output the cell shows: "rank0", "all" (each line with its rank), "tabs" (a column for each rank,
-            the failed one first) or "none". `logs` has the rest.
-        lines: How many lines of a call's output a cell shows. Of more it shows the last hundred and how many there
-            were, and has all in a file. None: all, which a page may take minutes for.
+        output: The ranks whose output the cell shows: "rank0", "all" (each line with its rank), "tabs" (a column for
+            each rank, the failed one first) or "none". `logs` has the rest.
+        lines: The number of lines of a call's output that a cell shows. Of more output it shows the last hundred lines
+            and the number of all, with a link to a file that has all. None: all lines; a page may take minutes to show
+            them.
         env: Environment variables for the ranks, in addition to the notebook's. Where libraries read one while they are
             imported (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), a fork server of its own imports them for these
             ranks, which takes some seconds once.
@@ -66,28 +67,28 @@ class Session:
             the ranks. Models that are made on each rank differ then too, until `DistributedDataParallel` or the like
             gives them rank 0's. Otherwise all ranks are seeded alike, as fastai's `set_seed` and Lightning's
             `seed_everything` do when they are called with one number.
-        settings: Whether each call brings what is set in the notebook: logging, warning filters, options of torch,
-            NumPy, pandas and matplotlib, and the notebook's functions put into classes of libraries. What a call
-            changes of it in a rank stays until the notebook changes it.
+        settings: Whether each call brings the notebook's settings: logging, warning filters, options of torch, NumPy,
+            pandas and matplotlib, and the notebook's functions put into classes of libraries. A setting that a call
+            changes in a rank stays changed until the notebook changes it.
         engine: The place of the ranks: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
             other cluster, a further name an engine of another package. None: what `nbdist.use` was called with, or
             else this machine.
-        start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
-            "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
-            without being refused there, and for variables of `env` that any library reads while it is imported.
+        start: The way in which ranks start on this machine. "forkserver": forked from a process that has imported the
+            libraries. "spawn": each in a fresh interpreter, which takes seconds: for libraries that must not be
+            imported before a fork, and for variables of `env` that any library reads while it is imported.
         hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
-        on_hang: What happens where ranks wait for what cannot come, such as one in a collective for another that has
-            returned. "say": the cell shows which, and why. "raise": the call ends with `RankStuck`.
+        on_hang: The reaction to ranks that can never go on, such as a rank in a collective with another rank that has
+            returned. "say": the cell shows the ranks and the reason. "raise": the call ends with `RankStuck`.
         check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the call with `NotFinite`,
             which names step, module, parameter and row. "ranks": parameters, buffers and random states that must be
             alike on all ranks are compared after steps 1 and 2 and each ten steps ("ranks:100": each hundred); a
             difference ends the call with `RankMismatch`. A list has both. None: nothing is checked.
-        restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
-            count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
-        min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
-            for, at least this many, and has all of them again at the next restart, if it can. None: it waits until
-            there is room for all.
-        name: The ranks belong to a process of their own, the keeper of this name. They, their output and their values
+        restarts: The number of times that a call is started again, on fresh ranks, after a rank or its node was lost.
+            The function finds the count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
+        min_ranks: The number of ranks that is enough for such a restart. A cluster that has lost nodes goes on with the
+            ranks that it has room for, and tries to start all of them at the next restart. None: the restart waits
+            until there is room for all ranks.
+        name: The name of a keeper, a process that holds the ranks. The ranks, their output and their values
             outlive the notebook's kernel: `nbdist.attach(name)` gives the session back, in any process of the same
             user on this machine. Letters, digits, ".", "_" and "-". None: the ranks end with the kernel.
         idle: Seconds without a call after which such a keeper ends: a day.
@@ -186,8 +187,8 @@ class Session:
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Further names of notebook variables to take along, which `fn` is not seen to use; or a mapping
                 from names to values.
-            ranks: Who runs `fn`, and the lowest of them gives the value. None: all. A collective of all ranks that only
-                some call waits for the others.
+            ranks: The ranks that run `fn`; the lowest of them gives the value. None: all ranks. A collective of all
+                ranks waits for ever if only some ranks call it.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
@@ -234,9 +235,9 @@ class Session:
         or Perfetto; `profile.value` is the value of the function.
 
         Args:
-            skip: How many steps at the beginning are left out: they make what later ones find. 0 begins with the
-                function itself, and so sees functions without an optimizer, too.
-            steps: How many are profiled after them: only these are slower, and every operator in them takes memory.
+            skip: The number of steps at the beginning that are not profiled, because the first steps also set things
+                up. 0 profiles from the start of the function, and so functions without an optimizer, too.
+            steps: The number of steps that are profiled then. They are slower, and each operator takes memory.
             fn, *args, imports, need, ranks, **kwargs: As for `run`.
 
         Raises:
@@ -323,7 +324,7 @@ class Session:
 
     @entry
     def result(self, call: int | None = None, timeout: float | None = None) -> Any:
-        """Wait for a call of a named session and return its value, or raise what it raised, whoever has made it.
+        """Wait for a call of a named session, from any notebook, and return its value or raise its exception.
 
         Args:
             call: Its number, from 1. None: the last one.
@@ -342,7 +343,7 @@ class Session:
 
     @entry
     def replay(self, call: int | None = None, *, output: str | None = None, lines: int | None = LINES) -> None:
-        """Show what a call of a named session has shown, in the cell that runs: all that there is of it by now.
+        """Show the output of a call of a named session so far, in the cell that runs.
 
         Args:
             call: Its number, from 1. None: the last one.
@@ -420,7 +421,7 @@ class Session:
         with the first difference between ranks marked.
 
         Raises:
-            NbdistError: Where the ranks run on other machines, or have not started.
+            NbdistError: The ranks run on other machines, or have not started.
         """
         return self._executor.collectives()
 
@@ -437,7 +438,7 @@ class Session:
         """
         self._turns.post_mortem(rank, commands)
 
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the ranks run and are idle."""
         return self._executor.state() == "running" and not self._turns.busy()
 

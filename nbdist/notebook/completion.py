@@ -14,9 +14,9 @@ def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[st
     IPython before 8.6 adds its own completions.
 
     Args:
-        shell: The kernel's.
-        word: Such as "%ddp".
-        complete: Given the line up to the cursor, and the part of it that is to be completed.
+        shell: The kernel's shell.
+        word: The name of the magic, such as "%ddp".
+        complete: Called with the line up to the cursor, and the part of the line to complete.
     """
 
     def matches(line: str, token: str) -> list[str]:
@@ -46,7 +46,7 @@ def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) ->
     """Add the results of `complete` to IPython's completions (8.6 on), in a kernel. Returns a function to undo this.
 
     Args:
-        shell: The kernel's.
+        shell: The kernel's shell.
         complete: Given the cell's text, the line with the cursor, and the cursor's place in the line.
     """
     module: Any = importlib.import_module("IPython.core.completer")
@@ -66,7 +66,7 @@ def inspect_also(shell: Any, inspect: Callable[[str, int, int], dict[str, Any]])
     """Show the result of `inspect` for a name that a front end asks about (Shift-Tab). Returns a function to undo this.
 
     Args:
-        shell: The kernel's.
+        shell: The kernel's shell.
         inspect: Given the cell's text, the cursor's place in it, and 0 or 1 for how much is wanted. Returns texts by
             their MIME types; none: IPython looks in the notebook.
     """

@@ -74,7 +74,7 @@ class Requests:
     A page that is reloaded gets the answers for its widgets. All other requests wait for the end of the cell.
 
     Args:
-        take: Takes what is said to a comm; False leaves it, too.
+        take: Called with each message to a comm; if it returns False, the kernel handles the message.
     """
 
     #: What is answered at once, as it changes nothing.

@@ -69,8 +69,8 @@ def run(cell: str, number: int, whole: bool, pdb: bool) -> None:
 
     Args:
         cell, number: The text, and the cell's number, for tracebacks.
-        whole: Whether that is all of the cell.
-        pdb: Whether the debugger opens where it raises.
+        whole: Whether the text is the whole cell.
+        pdb: Whether the debugger opens if the cell raises.
     """
     try:
         _run(cell, number, whole)

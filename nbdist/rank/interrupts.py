@@ -29,8 +29,8 @@ class Interrupts:
     """Handler that raises `KeyboardInterrupt` for SIGINT in blocks that are `allowed`.
 
     Args:
-        notify: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
-            half: what the rank does, and for how many seconds that was waited for.
+        notify: Called in the main thread, now and then, while an interrupt waits for the end of a critical section,
+            with the name of the section and the seconds that the interrupt has waited.
     """
 
     def __init__(self, notify: Callable[[str, float], None] = lambda *_: None) -> None:

@@ -36,8 +36,8 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
     Args:
         server: The pid of the fork server.
         fds: The descriptors that connect the rank with the kernel.
-        scratch: A folder in which this rank has one, as long as it lives; "": it has none.
-        of_server: Descriptors that are the server's alone.
+        scratch: A folder in which this rank has a folder until its end; "": it has none.
+        of_server: Descriptors that only the server may have.
     """
     status, pid = 1, os.getpid()
     try:

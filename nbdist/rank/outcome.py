@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capture import imports
-from ..capture.data import OUT_OF_BAND
+from ..capture.big_data import OUT_OF_BAND
 from ..capture.depth import with_large_stack
 from ..capture.diagnosis import explain_failure
 from ..capture.partial import absent_parts
@@ -184,7 +184,7 @@ def _rendered(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
 
 
 def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
-    """Remove the rank's own frames from the traceback of `exc`: its loop at the begin, an interrupt at the end."""
+    """Remove the rank's own frames from the traceback of `exc`: its loop at the start, an interrupt at the end."""
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN):
         if tb.tb_next is None and not isinstance(exc, NbdistError):  # it may be a defect of ours

@@ -23,7 +23,7 @@ _BEFORE_FD = 3
 
 
 class OwnGroups:
-    """Replacement of torch's store for such groups, in this process."""
+    """Replacement of torch's store for the groups that the function makes itself."""
 
     def __init__(self) -> None:
         self._world: World | None = None

@@ -22,8 +22,8 @@ def run(first: int, skip: int, steps: int, fn: Callable[..., Any], /, *args: Any
     """Call `fn(*args, **kwargs)` and profile `steps` of its optimizer steps after the first `skip`.
 
     Returns:
-        Its value, on the rank `first`; how many steps were made to their end; and the trace, as the profiler writes it
-        for Chrome, compressed. It is empty if the function made no more than `skip` steps.
+        The function's value, on the rank `first`; the number of completed steps; and the trace, as the profiler writes
+        it for Chrome, compressed. The trace is empty if the function made no more than `skip` steps.
     """
     window = _Window(skip, steps)
     with contextlib.closing(window), after_each_step(window.step):
@@ -34,7 +34,7 @@ def run(first: int, skip: int, steps: int, fn: Callable[..., Any], /, *args: Any
 class _Window:
     """The steps to profile.
 
-    Attributes: `whole`, the number of steps until then that were made to their end.
+    Attributes: `whole`, the number of steps that were completed so far.
 
     It uses the profiler below `torch.profiler.profile`, which does the same but imports torch's compiler, for seconds.
     """

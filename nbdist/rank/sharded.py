@@ -56,7 +56,7 @@ def whole(value: Any, wanted: bool) -> dict[int, Any]:
 
     Args:
         value: The value of the function in this rank.
-        wanted: Whether the value goes to the notebook. The others only take part.
+        wanted: Whether the value goes to the notebook. The other ranks only take part in the collectives.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None or type(value) in (type(None), bool, int, float, str):
@@ -97,7 +97,7 @@ def _on_cpu(tensor: Any, full: Any) -> Any:
 
 
 class _Unwrapped:
-    """Is pickled as the model that it has, and a warning that the notebook gets it without its wrapper."""
+    """A model to send without its wrapper: the notebook unpickles the plain model, and shows a warning."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

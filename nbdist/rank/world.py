@@ -135,7 +135,7 @@ def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
     A rank that waits in NCCL, or for a result of it, reacts to no signal, and does not notice that another has left.
 
     Args:
-        groups: With their names.
+        groups: The process groups, with their names.
         peers: The other ranks' ends of the connections to this one, at which gloo waits.
     """
     _cut_off(peers)

@@ -67,8 +67,8 @@ def check_gpu(device: torch.device) -> None:
     T4, a V100, or an RTX 20 or 50.
 
     Raises:
-        ImportError: It is the build for CPUs.
-        RuntimeError: It has no code for this GPU.
+        ImportError: FBGEMM is the build for CPUs.
+        RuntimeError: FBGEMM has no code for this GPU.
     """
     import torch
 

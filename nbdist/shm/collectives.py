@@ -128,10 +128,10 @@ class SharedCollectives:
 
         Args:
             outputs: The place for the bytes from each rank, shape (bytes,). None: in a new array.
-            inputs: For each rank, what it gets: bytes, shape (some,).
+            inputs: The bytes for each rank, shape (some,).
 
         Returns:
-            Of each rank what it has sent.
+            The bytes from each rank.
         """
         # Each sender has a slot for each receiver: how much comes in all, how much it sends to anyone at most, and as
         # much as there is room for. What does not fit comes in further rounds.

@@ -100,7 +100,7 @@ def lack_of_address_space(words: str, pid: int | None = None) -> str:
     """Return what to say of a process that got no memory, by the words of its error; "" if its address space is free.
 
     Args:
-        words: What the process has said last.
+        words: The last output of the process.
         pid: The process. Where it has ended, or for None, the bound of this process counts.
     """
     if sys.platform != "linux" or not _NO_MEMORY.search(words):

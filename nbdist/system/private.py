@@ -20,7 +20,7 @@ def make_private(folder: str) -> None:
     """Make a folder, and those above it, with mode 0700.
 
     Raises:
-        PermissionError: It is there and other users can get into it, or it is another user's.
+        PermissionError: The folder exists, and other users can open it or own it.
     """
     os.makedirs(os.path.dirname(folder), 0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -68,7 +68,7 @@ def connect(path: str) -> socket.socket:
     """Return a connection to what listens at a path.
 
     Raises:
-        PermissionError: That is a process of another user.
+        PermissionError: The process belongs to another user.
         OSError: Nothing listens there.
     """
     connection = socket.socket(socket.AF_UNIX)

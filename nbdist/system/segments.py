@@ -81,7 +81,7 @@ class Segment:
         return same_bytes(self._view[position : position + view.nbytes], view)
 
     def duplicate(self) -> Segment:
-        """Return the same memory with a descriptor of its own."""
+        """Return another segment of the same memory, with its own descriptor."""
         return Segment(os.dup(self.fd), self.size)
 
     def close(self) -> None:

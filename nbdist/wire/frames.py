@@ -37,7 +37,7 @@ CELL = "nbdist-cell"
 
 
 class FrameWriter:
-    """Writer of frames in a rank, to the file that was descriptor 1 at the begin.
+    """Writer of frames in a rank, to the file that was descriptor 1 at the start.
 
     Output that fits in one frame takes no lock: a signal handler that prints may interrupt any print, and a fork may
     happen while another thread holds the lock.

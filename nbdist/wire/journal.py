@@ -53,7 +53,7 @@ def encode(record: Record) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes | memoryview, start: int = 0) -> tuple[Record, int] | None:
-    """Return the record at `start` and where the next one begins; None where there is no whole record."""
+    """Return the record at `start`, and the start of the next one; None if the record is not whole."""
     if len(data) - start < _HEADER.size:
         return None
     magic, check, head_size, size = _HEADER.unpack_from(data, start)
@@ -94,12 +94,12 @@ def path(folder: str, number: int) -> str:
 
 
 class Reader:
-    """Reads a journal from the file with the number `start` on; again and again while it grows.
+    """Reader of a journal from the file with the number `start` on; it can be read again while the journal grows.
 
     Args:
-        folder: Where the journal is.
+        folder: The folder of the journal.
         start: The number of its first file. None: the oldest.
-        at_end: Whether to begin behind all that there is.
+        at_end: Whether to begin after the last record.
     """
 
     def __init__(self, folder: str, start: int | None = None, at_end: bool = False) -> None:
@@ -111,7 +111,7 @@ class Reader:
                 pass
 
     def read(self) -> Iterator[Record]:
-        """Yield the records that are there and were not read before."""
+        """Yield the records that were written since the last call."""
         while self._fd >= 0 or self._open():
             yield from self._whole()
             has_next = os.path.exists(path(self._folder, self._number + 1))
@@ -157,7 +157,7 @@ def values_path(folder: str, call: int, rank: int) -> str:
 
 
 def mapped(path: str, sizes: Sequence[int]) -> list[memoryview]:
-    """Return the buffers of such a file as writable views, whose changes do not reach the file."""
+    """Return the buffers of a file of values as writable views, whose changes do not reach the file."""
     starts, _ = layout(sizes)
     with open(path, "rb") as file:
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

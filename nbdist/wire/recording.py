@@ -52,7 +52,7 @@ class Collective(NamedTuple):
     line: int
     """The innermost line outside libraries; 0 if there is none."""
     begin: float
-    """The time of the begin, in seconds of this machine's `time.monotonic`."""
+    """The time of the start, in seconds of this machine's `time.monotonic`."""
     end: float | None
     """The time of the end; None while the end is not known."""
     waits: bool
@@ -106,7 +106,7 @@ class Recorder:
         line: int,
         main_thread: bool,
     ) -> int:
-        """Record the begin of a collective in this thread, and return its number.
+        """Record the start of a collective in this thread, and return its number.
 
         Args:
             kind, elements, dtype, peer, file, line: The fields of `Collective`.

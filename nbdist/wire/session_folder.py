@@ -51,7 +51,7 @@ def names() -> list[str]:
 
 
 class SessionFolder:
-    """The folder of the session with this name, which may not be there.
+    """The folder of the session with this name; it may not exist.
 
     Args:
         name: A name that `check_name` lets pass.
@@ -63,7 +63,7 @@ class SessionFolder:
         self.socket = os.path.join(self.path, "socket")
 
     def make(self) -> None:
-        """Make the folder. Raises `FileExistsError` where it is there."""
+        """Make the folder. Raises `FileExistsError` if it exists."""
         make_private(base())
         os.mkdir(self.path, 0o700)
 
@@ -96,7 +96,7 @@ class SessionFolder:
         return False
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Write down what everybody who attaches has to know, with who writes it."""
+        """Write the description of the session for processes that attach, with this process's number."""
         own: dict[str, Any] = {
             "name": self.name,
             "nbdist": nbdist.__version__,
@@ -109,7 +109,7 @@ class SessionFolder:
             json.dump({**own, **about}, file)
 
     def about(self) -> dict[str, Any]:
-        """Return what `describe` has written; nothing where that is not there, or not whole."""
+        """Return the description that `describe` has written; empty if there is none, or not a whole one."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, "session.json")) as file:
             found: dict[str, Any] = json.load(file)
             return found
@@ -141,7 +141,7 @@ def _python() -> str:
 
 
 def _boot() -> str:
-    """Return what is another text after each start of the machine; empty where that is not known."""
+    """Return a text that differs after each start of the machine; empty if the system has none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

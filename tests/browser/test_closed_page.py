@@ -69,5 +69,5 @@ def test_a_page_that_is_closed(lab: tuple[str, Path], browser: Any) -> None:  # 
     assert "4" in book.run(3), "another kernel"
     check(book, 3)
     book.run(4)
-    assert poll(lambda: "closed" in repr(session) or not session.idle())
+    assert poll(lambda: "closed" in repr(session) or not session.is_idle())
     book.page.close()

@@ -87,7 +87,7 @@ def test_of_a_session(session: Session) -> None:
 
     def differs() -> bool:
         nonlocal found
-        if session.idle() or session._executor.group is None:
+        if session.is_idle() or session._executor.group is None:
             return False
         found = session.collectives()
         return found.difference is not None and len(found.difference.by_rank) == 3

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 from torch import nn
 
-from nbdist.capture.data import OUT_OF_BAND
+from nbdist.capture.big_data import OUT_OF_BAND
 from nbdist.capture.pickler import Pickler
 from nbdist.capture.reading import read
 from nbdist.system.segments import Segment

@@ -68,7 +68,7 @@ class Columns:
     """The columns of a call's ranks in its cell.
 
     Args:
-        cell: A notebook's.
+        cell: The cell, of a notebook.
         ranks: The number of ranks.
     """
 

@@ -251,7 +251,7 @@ class DdpMagics(Magics):
         """Return the completions of rank 0 inside a `%%ddp` cell, while the ranks are idle."""
         if not text.startswith("%%ddp") or line.startswith("%%ddp"):
             return []
-        if self.session is None or not self.session.idle():
+        if self.session is None or not self.session.is_idle():
             return []
         found: list[str] = self.session.call(cells.complete, (line, cursor), ranks=[0], output="none")[0]
         return found
@@ -260,7 +260,7 @@ class DdpMagics(Magics):
         """Return the help of rank 0 for the name at the cursor of a `%%ddp` cell, while the ranks are idle."""
         if not text.startswith("%%ddp") or "\n" not in text[:cursor]:
             return {}
-        if self.session is None or not self.session.idle():
+        if self.session is None or not self.session.is_idle():
             return {}
         name = token_at_cursor(text, cursor)
         found: dict[str, Any] = self.session.call(cells.describe, (name, detail), ranks=[0], output="none")[0]

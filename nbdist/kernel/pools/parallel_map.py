@@ -68,14 +68,15 @@ def parallel_map(
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
         items: The items. Each is the argument of a call.
-        more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
-            shortest is at its end. A whole number in the last place is `workers`.
-        workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
+        more: Further iterables, for a function of several arguments: each call gets an item of each iterable, as with
+            `map`, until the shortest ends. A whole number in the last place is `workers`.
+        workers: The number of processes. None: one for each core that this process may use; on a cluster, a number is
+            needed.
             0 calls `fn` in this process, for `%debug` and breakpoints.
         imports: Import statements, executed in each worker's `__main__` before `fn`.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
         progress: Whether to show a bar, where tqdm is installed.
-        chunk: How many items a worker is sent at once. None: as many as it takes some hundredths of a second for.
+        chunk: The number of items that a worker is sent at once. None: enough for some hundredths of a second of work.
 
     Returns:
         What `fn` returned, in the order of the items.

@@ -48,7 +48,8 @@ def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) 
 
     Args:
         url: http(s) address of the zip file.
-        md5: Its MD5 sum, as hexadecimal digits. None: it is replaced at times, so only its parts are checked.
+        md5: The MD5 sum of the file, as hexadecimal digits. None: the file is replaced at times, so only the checksums
+            in the archive are checked.
         target: The folder to make.
         files: The files that it must contain.
 

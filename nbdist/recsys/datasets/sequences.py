@@ -17,8 +17,8 @@ def synthetic_sequences(
     prediction from it is right once in `habits` times, and a prediction by popularity once in `n_items` times.
 
     Args:
-        n_users: Numbered from 1.
-        n_items: Numbered from 1.
+        n_users: The number of users, who are numbered from 1.
+        n_items: The number of items, which are numbered from 1.
         length: Items of each history; longer than `n_items`, it goes round again.
         habits: The number of habits.
         seed: Equal seeds give equal histories.

@@ -30,13 +30,14 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
     ratings by 162,541 users of 59,047 movies take some ten seconds on one core.
 
     Args:
-        n_users: users, numbered from 1.
-        n_items: movies, numbered from 1, each with an invented title of its own.
-        n_ratings: rows to return.
-        seed: equal seeds give equal ratings, whatever state the global generators are in.
+        n_users: The number of users, who are numbered from 1.
+        n_items: The number of movies, which are numbered from 1, each with its own invented title.
+        n_ratings: The number of rows to return.
+        seed: Equal seeds give equal ratings; the global generators have no effect.
 
     Raises:
-        ValueError: a size is not positive, or `n_ratings` is too few to cover all or more than all pairs.
+        ValueError: A size is not positive, or `n_ratings` is smaller than the number of users or of movies, or larger
+            than the number of pairs.
 
     Examples:
         >>> from nbdist.recsys.datasets import synthetic_ratings
@@ -230,13 +231,14 @@ def synthetic_multislot(
 
     Args:
         samples: The number of samples.
-        slots: Feature fields of each.
-        keys_per_slot: Keys of each of those.
-        vocabulary: Different keys, of all slots together; what is left over is not used.
-        seed: equal seeds give equal samples.
+        slots: The number of slots of each sample.
+        keys_per_slot: The number of keys in each slot.
+        vocabulary: The number of different keys of all slots together; each slot has an equal number, and the remainder
+            is not used.
+        seed: Equal seeds give equal samples.
 
     Raises:
-        ValueError: a size is not positive, there are fewer keys than slots, or more keys than int32 has values.
+        ValueError: A size is not positive, there are fewer keys than slots, or more keys than int32 has values.
 
     Examples:
         >>> from nbdist.recsys.datasets import synthetic_multislot

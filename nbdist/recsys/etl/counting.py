@@ -18,8 +18,8 @@ def count_values(
     """Return a query that counts the values of a column, or of its lists: `value`, null included, and `count`.
 
     Args:
-        table: A table that the column is joined from, by the key `on`. The column is not joined for the count: keys are
-            counted, and the counts added up over the rows of the table.
+        table: The table from which the column is joined, by the key `on`. For the count, keys are counted, and their
+            counts are added up over the rows of the table, instead of joining the column.
     """
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     plain = pl.String if isinstance(inner, (pl.Categorical, pl.Enum)) else inner
@@ -53,7 +53,7 @@ class Counts:
         self._room = 1 << 20
 
     def add(self, frame: pl.DataFrame) -> None:
-        """Add counts: `value`, each once, and `count`."""
+        """Add counts: a frame with the columns `value`, in which each value is once, and `count`."""
         self._frames.append(frame)
         if sum(one.height for one in self._frames) > self._room:
             self._frames = [_merge(self._frames)]

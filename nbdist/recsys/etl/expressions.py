@@ -16,8 +16,8 @@ def check(expression: Any, where: str) -> None:
     """Raise for an object that is not an expression with one column, or that cannot be written as JSON.
 
     Raises:
-        TypeError: It is not an expression.
-        ValueError: It has Python functions in it, is random, or names its columns by a pattern.
+        TypeError: The value is not an expression.
+        ValueError: The expression has Python functions in it, is random, or names its columns by a pattern.
     """
     if not isinstance(expression, pl.Expr):
         raise TypeError(f"{where}: {expression!r} is a {type(expression).__name__}, not a polars expression")

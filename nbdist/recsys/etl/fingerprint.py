@@ -20,7 +20,7 @@ class Fingerprint:
     """Sums, over rows, of a hash of some columns and the number of the row.
 
     Args:
-        columns: Keys, and numbers.
+        columns: The columns, of keys and of numbers.
     """
 
     def __init__(self, columns: Sequence[str]) -> None:

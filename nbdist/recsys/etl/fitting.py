@@ -25,11 +25,11 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
     Args:
         schema: The schema of the rows.
         needs: The columns that are needed, and the names of their types in `fit`.
-        where: The begin of error messages.
+        where: The start of error messages.
 
     Raises:
-        ValueError: naming the column: it is not there, or of a type that cannot stand for the one in `fit`. When the
-            rows are read: a float is not a whole number.
+        ValueError: A column is missing, or its type cannot stand for the type in `fit`; or, when the rows are read, a
+            float is not a whole number. The error names the column.
     """
     found = []
     for name, kind in needs.items():

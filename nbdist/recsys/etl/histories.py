@@ -76,7 +76,7 @@ def with_history(
         by: The column of users, or several whose values together are a user.
         time: The column that rows are ordered by.
         length: The number of last rows that count.
-        name: The new column.
+        name: The name of the new column.
 
     Raises:
         ValueError: There is no such column, or `name` is one already; or a length below 1.
@@ -130,7 +130,7 @@ def write_history(
 
     Args:
         source: As for `Workflow.fit`.
-        folder: Appears when all files are whole; all ranks see it.
+        folder: The folder to write, which all ranks must see. It appears when all files are complete.
         column, by, time, length, name: As for `with_history`.
         num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
         row_group_size: Rows per row group.
@@ -144,8 +144,8 @@ def write_history(
 
     Raises:
         FileExistsError: `folder` is there, or is being written by another process.
-        FileNotFoundError, ValueError: naming file and column: not there, another schema than the first file's, no rows;
-            and as for `with_history`.
+        FileNotFoundError, ValueError: A file or column is missing, a file has another schema than the first, or there
+            are no rows; the error names file and column. Further as for `with_history`.
 
     Examples:
         >>> import polars as pl

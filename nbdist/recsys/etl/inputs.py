@@ -87,8 +87,9 @@ class Input:
         rows: The number of rows, at least one.
 
     Raises:
-        FileNotFoundError: for what does not exist.
-        ValueError: naming file and column: not a Parquet file, another schema than the first file's, no rows.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is not Parquet, has another schema than the first, or there are no rows. The error names file
+            and column.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Input:
         share.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The condition is true for no row.
         """
         condition = condition.fill_null(False)
         parts = self.parts(0, self.rows, reading.size)
@@ -171,7 +172,7 @@ class Input:
         return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
 
     def with_columns(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
-        """Add columns that are computed from rows up to `shifts` before a row (above 0) or after it (below 0)."""
+        """Add columns that are computed from other rows, too; a shift n is the n-th row before, or, below 0, after."""
         before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
 
         def more_of(offset: int) -> _Slice:
@@ -253,7 +254,7 @@ def rows_in(memory_bytes: int, width: int) -> int:
 def opened(source: Source) -> Iterator[Input]:
     """Open the input of `source`: a frame of any kind that `frame_of` takes, or files.
 
-    The rows of a lazy frame are kept in a temporary file as long.
+    The rows of a lazy frame are in a temporary file until the input is closed.
 
     A lazy frame may not know its number of rows, and may return other rows the second time. So rank 0 computes it once,
     streamed to a Parquet file, and machines that cannot read this file get a copy.

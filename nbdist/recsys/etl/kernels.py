@@ -30,7 +30,7 @@ def lookup(
 
     Args:
         on: The columns of a request that are the key.
-        keys: The same of the table, in this order; each key occurs once.
+        keys: The columns of the table that are the key, in the same order; each key occurs once.
         columns: The columns to add.
         defaults: The values for a key that the table lacks. None: nulls.
     """

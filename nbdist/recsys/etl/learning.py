@@ -17,7 +17,7 @@ from .pipeline import needed, pipeline, uses_row_numbers
 def learn(
     steps: Sequence[Step], schemas: Sequence[pl.Schema], given: Input, reading: Reading, previous: State
 ) -> tuple[State, int]:
-    """Run the steps' learning, with the same result on all ranks; and count the rows that no `Filter` has left out.
+    """Fit the steps, with the same result on all ranks; and count the rows that no `Filter` has left out.
 
     Args:
         schemas: The columns before each of the steps.
@@ -73,7 +73,7 @@ def with_rows(
     Args:
         columns: The columns that must exist before `step`.
         training: Whether the rows are those that the steps are fitted to.
-        fitting: Whether that is known, because they are being fitted.
+        fitting: Whether the steps are being fitted now, so that the rows need not be compared.
     """
     if steps:
         if training and uses_row_numbers(steps, columns):
@@ -89,7 +89,7 @@ def numbered(given: Input, steps: Sequence[Step], state: State, columns: Sequenc
         columns: The columns that must exist after the steps.
 
     Raises:
-        ValueError: They are other rows, or in another order.
+        ValueError: The rows differ from the rows of `fit`, or have another order.
     """
     after = needed(steps, columns)[1:]
     for i, step in enumerate(steps):

@@ -83,11 +83,11 @@ def write(
     Args:
         given: The rows.
         columns: The needed columns.
-        apply: Makes output rows from some input rows, in order.
+        apply: Function from input rows to output rows, in the same order.
         scratch: A folder, with ``whole`` in it, that all ranks see.
-        size: Rows to have in memory at a time.
-        whole: Whether all rows may be there as they are in the input, in addition to these.
-        engine: Polars' engine for what is on disk.
+        size: The number of rows in memory at a time.
+        whole: Whether all rows of the input may be in memory, in addition to `size` rows.
+        engine: Polars' engine for files on disk.
         progress: Whether rank 0 shows bars.
     """
     buckets = divide(given.rows, files.num_files, files.row_group_size, size)
@@ -155,7 +155,7 @@ class Places:
     """The positions of rows in an output: the bucket of each row, and in a further column its position in the bucket.
 
     Args:
-        buckets: All of them.
+        buckets: All buckets of the output.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -192,7 +192,7 @@ class Spill:
 
     Args:
         folder: A folder that all ranks see.
-        name: The begin of the names of the files.
+        name: The start of the names of the files.
         schema: The schema of the rows.
         buckets: The number of buckets.
     """

@@ -55,7 +55,8 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
 
 
 def _coded_later(steps: Sequence[Step], index: int, columns: Sequence[set[str]]) -> list[str]:
-    """Return the columns of a join, step `index`, that codes replace unchanged; `columns` are the `needed` ones."""
+    """Return the columns that the join with the number `index` adds and that a later step replaces by codes, without
+    changes before. `columns` are the `needed` columns."""
     return [
         name
         for i, later in enumerate(steps)

@@ -4,11 +4,11 @@
 
     format, version   "nbdist.recsys.etl", 2
     polars            the version that has written the expressions
-    rows              how many rows the workflow was fitted to
+    rows              the number of rows that the workflow was fitted to
     codes             {"null": 0, "unseen": 1}: the code of null, and the first code of values that are not known
-    inputs, outputs   {column: type}: what `fit` saw, and what the steps make of it; in order
+    inputs, outputs   {column: type}: the columns of the data of `fit`, and those after all steps; in order
     steps             in the order in which they are applied, each with its "kind" and its arguments, by their names;
-                      what else there is, the `describe` of its class in `ops/` says
+                      further content is described at `describe` of its class in `ops/`
 
 A type is int8 .. uint64, float32, float64, bool, string, list[<one of these>], or else polars' own name for it.
 """
@@ -58,7 +58,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
 
     Raises:
         FileNotFoundError: A file is not there.
-        ValueError: naming the file: it is not what it should be, or of a later version.
+        ValueError: The file, which the error names, has another format or a later version.
     """
     path = folder / "workflow.json"
     try:

@@ -47,7 +47,7 @@ def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = 
     Args:
         rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
         by: The column of users, or several whose values together are a user.
-        time: The column that they are ordered by.
+        time: The column that orders the rows of a user.
 
     Raises:
         ValueError: There is no such column.
@@ -85,9 +85,9 @@ def time_split(
 
     Args:
         rows: As for `leave_one_out`.
-        time: The column that they are divided by.
+        time: The column that divides the rows.
         valid: The part of the rows for validation, 0 to 1, rounded to the nearest number of rows; or the first time
-            that they have.
+            of these rows.
         test: The same for testing. Both are parts, or both are times.
 
     Raises:

@@ -61,8 +61,8 @@ class Vocabulary:
         """Make the vocabulary of counted values.
 
         Args:
-            counted: `value`, each once, also null, and `count`.
-            lists: Whether they are values in lists.
+            counted: A frame with the columns `value`, in which each value, also null, is once, and `count`.
+            lists: Whether the column has lists of the values.
             min_count: Values with a smaller count get the code of unseen values.
             max_size: The largest number of codes, including null and unseen. None: any number.
             num_buckets: The number of codes for unknown values.
@@ -139,7 +139,7 @@ class Vocabulary:
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
         """Add a column `codes` to a frame, with the codes of `column`: int64, or lists of int64, without nulls.
 
-        The order of the rows does not change; leave out other columns that are added.
+        The order of the rows does not change. The frame may also get columns that are used here only.
         """
         dtype: Any = frame.collect_schema()[column]
         dtype = dtype.inner if self.lists else dtype

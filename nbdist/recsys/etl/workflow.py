@@ -49,12 +49,12 @@ class Workflow:
     """Steps that are fitted to rows and then applied to these and other rows.
 
     Args:
-        *steps: In the order in which they are to be applied: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`;
-            those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`, `ListSlice`; those that
-            learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows,
-            `Filter`, `DifferenceLag`.
+        *steps: The steps, in the order in which they are applied: `Join`, `Categorify`, `Compute`, `Drop`,
+            `HashedCross`; those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`,
+            `ListSlice`; those that learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and
+            those about rows, `Filter`, `DifferenceLag`.
 
-    Attributes of a fitted one:
+    Attributes of a fitted workflow:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
         outputs: Names and types of the columns that the steps make.
         state: The learned state of its steps.
@@ -125,7 +125,7 @@ class Workflow:
                 codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
                 Other columns get new vocabularies. `min_count` is of the rows of `source` alone. Means, sums and
                 extremes are over the rows of both.
-            memory_bytes: Bytes that a rank may use for rows; the values to be counted come on top.
+            memory_bytes: Bytes that a rank may use for rows; counted values need further memory.
             polars_engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
             progress: Whether to show a progress bar; in ranks, rank 0 shows one.
 
@@ -133,8 +133,9 @@ class Workflow:
             The workflow itself.
 
         Raises:
-            FileNotFoundError, ValueError: naming file and column: not there, of a type that a step cannot use, another
-                schema than the first file's, no rows; or codes of `previous` could not stay.
+            FileNotFoundError, ValueError: A file or column is missing, a step cannot use the type of a column, a file
+                has another schema than the first, or there are no rows; the error names file and column. Or codes of
+                `previous` cannot stay.
         """
         chosen = _engine(polars_engine)
         if isinstance(previous, (str, os.PathLike)):
@@ -167,15 +168,15 @@ class Workflow:
         return self.state.vocabularies
 
     def transform(self, frame: Tabular, columns: Sequence[str] | None = None) -> pl.LazyFrame:
-        """Apply the steps to a frame, in this process alone; the order of the rows is kept, and all of them.
+        """Apply the steps to a frame, in this process alone. All rows are kept, in their order.
 
         Use it for rows to predict, and `write` for training rows: a `Filter` is skipped, and a `TargetEncoding` gives
         the means of all training rows.
 
         Args:
-            frame: Of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than those wanted
-                are made of: rows to predict need no label. Integers may be of another type than in `fit`, or whole
-                numbers among floats.
+            frame: A frame of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than
+                those wanted are made of: rows to predict need no label. Integers may be of another type than in `fit`,
+                or whole numbers among floats.
             columns: The wanted `outputs`, in this order. None: all.
 
         Returns:
@@ -183,9 +184,9 @@ class Workflow:
 
         Raises:
             RuntimeError: not fitted.
-            TypeError: `frame` is none.
-            ValueError: naming the column: not among the outputs; or it is needed and not there, or of another type
-                than in `fit`.
+            TypeError: `frame` is not a frame.
+            ValueError: A column is not among the outputs; or a column that is needed is missing, or has another type
+                than in `fit`. The error names the column.
         """
         wanted = self._wanted(columns)
         rows = require_frame(frame, "the frame").lazy()
@@ -221,16 +222,17 @@ class Workflow:
 
         Args:
             source: As for `fit`.
-            columns: The `outputs` to write, in this order. None: all. What they are not made of need not be
-                there, and is not read.
-            training: Whether these are the rows that `fit` was given, in that order. A `TargetEncoding` needs to know.
+            columns: The `outputs` to write, in this order. None: all. Input columns that these do not depend on may be
+                missing, and are not read.
+            training: Whether these are the rows of `fit`, in the same order. It must be given if a step is a
+                `TargetEncoding`.
             num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
             shuffle: Whether the rows come in a random order, over all files; otherwise in the order of `source`.
             seed: The seed of the random order.
-            row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
+            row_group_size: Rows per row group. Choose small ones if the files will be larger than the loader's memory.
             compression: The compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
             overwrite: Whether to replace a folder that `write` has written.
-            memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables come on top.
+            memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables need further memory.
             polars_engine: As for `fit`.
             progress: As for `fit`.
 
@@ -240,8 +242,8 @@ class Workflow:
         Raises:
             RuntimeError: not fitted.
             FileExistsError: `folder` is there, or is being written by another process.
-            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `transform` and
-                `fit`; or `training` is not said, and needed, or said of other rows.
+            FileNotFoundError, ValueError: As for `transform` and `fit`, before anything is written; or `training` is
+                missing where it is needed, or is given for other rows.
         """
         wanted, chosen = self._wanted(columns), _engine(polars_engine)
         described = output.OutputFiles(num_files, row_group_size, compression, seed if shuffle else None)
@@ -337,7 +339,7 @@ class Workflow:
         """Load the workflow that was saved in a folder. Runs no code from the files.
 
         Raises:
-            FileNotFoundError, ValueError: naming the file: not there, or not what `save` writes.
+            FileNotFoundError, ValueError: A file is missing, or was not written by `save`. The error names the file.
         """
         description, steps, state = saving.read(Path(folder).expanduser())
         workflow = cls(*steps)

@@ -34,7 +34,7 @@ def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], ov
         overwrite: Whether a folder that is there is replaced.
 
     Raises:
-        FileExistsError: on all ranks, before anything is written.
+        FileExistsError: The folder exists and may not be replaced. Raised on all ranks, before anything is written.
         ValueError: `folder` is a URI.
     """
     if storage.is_uri(folder):

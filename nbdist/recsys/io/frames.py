@@ -21,11 +21,11 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
     NaN in a frame of pandas becomes null, its meaning in pandas. The index is left out.
 
     Args:
-        data: Anything.
-        where: The begin of error messages.
+        data: Any object.
+        where: The start of error messages.
 
     Raises:
-        TypeError: `data` holds rows, and a column is nothing that polars has.
+        TypeError: `data` has rows, and polars has no type for a column.
     """
     if isinstance(data, (pl.DataFrame, pl.LazyFrame)):
         return data
@@ -44,7 +44,7 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
 
 
 def require_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
-    """Return `frame_of` data that must be rows. Raises `TypeError` for other objects."""
+    """Return the frame of `data`, as `frame_of` does; raise `TypeError` if `frame_of` makes none."""
     frame = frame_of(data, where)
     if frame is None:
         raise TypeError(f"{where} must be {KINDS}, got {type(data).__name__}")

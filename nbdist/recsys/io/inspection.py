@@ -40,13 +40,14 @@ def inspect(
 
     Args:
         files: As for `storage.find`.
-        look: Gives what to keep of a file, the types of its columns, and its footer.
-        size: The `RowGroup.size` of a row group; given the types and what to keep of its file, too.
-        hint: Said of a column that is not in the first file.
+        look: Function that opens a file and returns an object to keep of it, the types of its columns, and its footer.
+        size: Function that returns the `RowGroup.size` of a row group, given also the types and the object of its file.
+        hint: Text of the error for a column that is not in the first file.
 
     Raises:
-        FileNotFoundError: for what does not exist.
-        ValueError: naming file and column: not a Parquet file, another schema than the first file's, or no rows.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is not Parquet, has another schema than the first, or there are no rows. The error names file
+            and column.
     """
     named = storage.find_partitioned(files)
     paths = [one.location for one in named]

@@ -16,7 +16,7 @@ class Partition:
     have the same number of batches, so no collective waits for a rank that has finished.
 
     Raises:
-        ValueError: for sizes below 1, an unknown remainder, and rows that cannot be divided as asked.
+        ValueError: A size is below 1, the remainder is unknown, or the rows cannot be divided in this way.
     """
 
     rows: int

@@ -54,9 +54,9 @@ def find_partitioned(files: Paths) -> list[Found]:
     folder in `files`, or below the part of a pattern without wildcards.
 
     Raises:
-        FileNotFoundError: for what does not exist or holds no Parquet file.
-        TypeError: for what is no name of files.
-        ValueError: for a URI that neither Arrow nor fsspec can read, or a folder with both files and partitions.
+        FileNotFoundError: A file does not exist, or a folder has no Parquet file.
+        TypeError: An argument is not the name of a file.
+        ValueError: Neither Arrow nor fsspec can read a URI, or a folder has both files and partitions.
     """
     if not isinstance(files, (str, os.PathLike)):
         if not isinstance(files, Iterable) or isinstance(files, Mapping) or hasattr(type(files), "columns"):
@@ -128,7 +128,7 @@ def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]
     """Return the ``*.parquet`` of a folder or, if it has none, of its partitions; sorted.
 
     Args:
-        entries: Gives the names of the files and of the folders in a folder.
+        entries: Function that returns the names of the files and of the folders in a folder.
     """
     files, folders = entries(folder)
     found = sorted(name for name in files if fnmatch.fnmatchcase(name, "*.parquet"))

@@ -41,23 +41,23 @@ class Loader(Adapter):
         shuffle: A new random order each epoch; otherwise the order of the input.
         seed: Together with the epoch it determines the order. None: drawn by rank 0 from torch's generator.
         remainder: The treatment of rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
-        keyed: The columns that `keyed_jagged` will be asked for, by the model or by `predict`, in that order: ids, or
-            lists of them, of at most 31 bits. It finds what was made ahead then, in int32; half as much is sent to the
-            ranks that hold the rows. A column that `transform` changes is taken as it is then.
-        transform: Called with each batch; what it returns is given out instead.
-        device: The device of batches. None: the device of the rank; without ranks, the CPU.
-            Batches for a GPU are gathered there, where the columns are no lists and take no more than a quarter of its
-            free memory: they are copied there once, and what is written to them later otherwise than by torch is not
-            seen. Others are gathered on the CPU, and copied asynchronously through pinned memory.
+        keyed: The columns with which the model or `predict` calls `keyed_jagged`, in that order: ids, or lists of ids,
+            of at most 31 bits. The loader then makes the keyed tensors ahead, in int32, so that half the bytes are sent
+            to the ranks that hold the rows. `transform` must not change these columns.
+        transform: Called with each batch; the loader yields its result instead of the batch.
+        device: The device of batches. None: the device of the rank; without ranks, the CPU. If the columns are not
+            lists and take at most a quarter of a GPU's free memory, they are copied to the GPU once, and batches are
+            gathered there; later changes of the columns have no effect, unless torch makes them. Otherwise batches are
+            gathered on the CPU, and copied asynchronously through pinned memory.
         prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
             else 0, which uses no thread.
         pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
-        rank: Whose share of the rows. None: this process's in the process group, at the time of use; without one, all
-            rows.
-        world_size: Among how many ranks the rows are divided. None: the ranks of the process group.
+        rank: The rank whose share of the rows the loader yields. None: this process's rank when the loader is used;
+            without a process group, all rows.
+        world_size: The number of ranks that share the rows. None: the number of ranks of the process group.
 
     Raises:
-        ValueError: for arguments that make no sense, and where ranks do not agree.
+        ValueError: Arguments make no sense, or differ between ranks.
     """
 
     _waits = True  # whether making a block takes waiting
@@ -227,7 +227,7 @@ class Loader(Adapter):
         self._epoch, self._step, self._rest = epoch + 1, 0, None
 
     def _keyed_blocks(self, blocks: Generator[Block, None, None], pinned: bool) -> Generator[Block, None, None]:
-        """Yield the same blocks, with keyed jagged tensors."""
+        """Yield the given blocks, with keyed jagged tensors added."""
         with contextlib.closing(blocks):
             for block in blocks:
                 yield block.key(self.keyed, pinned) if self.keyed else block
@@ -254,7 +254,7 @@ class Loader(Adapter):
         that each still comes once. If they are too few for a step of all ranks, they are left out.
 
         Raises:
-            ValueError: where the state is of other data, or of another way to divide rows.
+            ValueError: The state belongs to other data, or to another way to divide rows.
         """
         for name, value in self._identity().items():
             if name not in ("seed", "world_size", "batch_size") and state[name] != value:

@@ -62,8 +62,8 @@ class Batch(dict[str, Column]):
     """The columns of a batch, and the ids of some of them in one piece, made by the loader.
 
     Args:
-        columns: All of them.
-        ids: The ids of some columns. None: of no columns.
+        columns: All columns of the batch.
+        ids: The ids of some columns. None: no columns have ids.
     """
 
     def __init__(self, columns: Columns, ids: KeyedIds | None = None) -> None:
@@ -80,7 +80,7 @@ class Batch(dict[str, Column]):
         return LoadedJagged(limits, keys=keys, values=values, lengths=lengths, length_per_key=counts, stride=rows)
 
     def keyed(self, keys: Sequence[str]) -> KeyedJaggedTensor | None:
-        """Return the keyed jagged tensor of these columns, in this order, if it was made."""
+        """Return the keyed jagged tensor of the `keys`, in their order; None if it was not made."""
         return self.prepared if self._ids and list(keys) == self._ids.keys else None
 
     @property
@@ -122,7 +122,7 @@ def take(column: Column, index: Tensor, pinned: bool = False) -> Column:
     Args:
         column: The column.
         index: The numbers of the rows.
-        pinned: Whether what is on the CPU goes to page-locked memory, from which it is copied to a GPU.
+        pinned: Whether tensors on the CPU go to page-locked memory, from which they are copied to a GPU.
     """
     if isinstance(column, Ragged):
         index = index.to(column.offsets.device)
@@ -177,7 +177,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
     """Return a column of ids: one per row, shape (rows,), or lists of them.
 
     Raises:
-        ValueError: for a column that is not there, or has another shape.
+        ValueError: A column is missing, or has another shape.
     """
     if name not in batch:
         raise ValueError(f"the batch has no column {name!r}, but {', '.join(batch)}")
@@ -191,13 +191,13 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
     """Return TorchRec's `KeyedJaggedTensor` of some columns of a batch, the loader's own if it was made with `keyed=`.
 
     Args:
-        batch: As a loader gives it.
+        batch: A batch of a loader.
         keys: The columns to take, all of one dtype: lists, or one id per row (shape (rows,)), which becomes a list of
-            one. A column that is not named stays out.
+            one. Other columns are left out.
 
     Raises:
-        ValueError: for a column that is not there, has another shape, or another dtype than the first.
-        ImportError: where TorchRec is not installed.
+        ValueError: A column is missing, has another shape, or another dtype than the first.
+        ImportError: TorchRec is not installed.
 
     Examples:
         >>> import polars as pl

@@ -66,7 +66,7 @@ class Keyed(NamedTuple):
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Keyed:
-        """Return the same with `fn` applied to each tensor; `fn` must not change values."""
+        """Return a copy with `fn` applied to each tensor; `fn` must not change values."""
         return self._replace(values=fn(self.values), lengths=fn(self.lengths))
 
     def batch(self, i: int, columns: Columns) -> Batch:
@@ -86,8 +86,8 @@ def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[T
     ids = column.values if isinstance(column, Ragged) else column
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
-            f"keyed={key!r}: the column has {ids.dtype} of shape {tuple(ids.shape)}: integers are needed, a list of "
-            "them or one per row"
+            f"`keyed` must name columns with an integer, or a list of integers, in each row, got {key!r}, {ids.dtype} "
+            f"of shape {tuple(ids.shape)}"
         )
     if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # for which torch has few kernels
         ids = ids.long()

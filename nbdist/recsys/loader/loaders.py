@@ -33,15 +33,16 @@ class MemoryLoader(Loader):
 
     Args:
         data: Tensors, NumPy arrays or `Ragged` in a mapping (batches are dicts) or in a tuple or list (batches are
-            tuples), all with equally many rows; or a polars or pandas frame, or an Arrow table. Tensors and arrays are
-            not copied, unless their rows lie scattered in memory (columns of a data frame as one array: 5 to 40 times
-            as long to gather), and may be on a GPU.
+            tuples), all with equally many rows; or a polars or pandas frame, or an Arrow table. Tensors may be
+            on a GPU. Tensors and arrays are not copied, unless their rows are scattered in memory, as in an
+            array of a data frame's columns: gathering them would take 5 to 40 times as long.
         batch_size: Rows per step on each rank.
         shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        TypeError, ValueError: naming the column: nothing that batches can be made of, nulls, differing row counts.
+        TypeError, ValueError: No batches can be made of a column, it has nulls, or the columns differ in length. The
+            error names the column.
 
     Examples:
         >>> import torch
@@ -126,8 +127,7 @@ class ParquetLoader(Loader):
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory_bytes` is too
-            little for the largest row group.
+        FileNotFoundError, ValueError: As for `ParquetFiles`; or `memory_bytes` is too little for the largest row group.
 
     Examples:
         >>> import polars as pl

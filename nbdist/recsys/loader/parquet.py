@@ -26,9 +26,9 @@ class ParquetFiles:
         columns: Names of columns, in this order. None: all; columns in the names of folders come last.
 
     Raises:
-        FileNotFoundError: for what does not exist.
-        ValueError: naming file and column: not a Parquet file, no such column, a type that has no tensor, another type
-            than in the first file, or no row in any file.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is not Parquet, a column is missing, has a type without a tensor or another type than in the
+            first file, or no file has a row. The error names file and column.
     """
 
     def __init__(self, files: Paths, columns: Sequence[str] | None = None) -> None:
@@ -77,7 +77,7 @@ class ParquetFiles:
             room: The smallest number of rows in `spare`.
 
         Raises:
-            ValueError: naming the file: it has changed since it was first looked at, or a column has nulls.
+            ValueError: A file has changed since it was first read, or a column has nulls. The error names the file.
         """
         parts: list[Columns] = []
         columns: Columns = {}

@@ -75,7 +75,8 @@ def to_columns(table: pa.Table, where: str) -> Columns:
     The result may share memory with the table if the type allows it: do not write to it.
 
     Raises:
-        ValueError: for nulls and types without a tensor; the message begins with `where` and names the column.
+        ValueError: A column has nulls, or a type without a tensor; the message begins with `where` and names the
+            column.
     """
     return {name: _to_column(table.column(name), f"{where}: column {name!r}") for name in table.column_names}
 

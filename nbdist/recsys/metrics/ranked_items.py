@@ -18,16 +18,16 @@ def ranking_metrics(
     With a process group, all ranks must call it, each with its own users, and get the same numbers.
 
     Args:
-        ranked: Items, integers, the best first; shape (users, at least k); -1 where there is none. Of an item that is
-            there twice, the first place counts.
-        relevant: For each of the users, the items that they took. One that is there twice counts once. -1 is an item
-            that the model cannot name, as `ItemIndex.places` has it: each counts, and is missed.
+        ranked: The ranked items of each user, integers, the best first; shape (users, at least k). -1 fills places
+            without an item. Of an item that occurs twice, the first place counts.
+        relevant: The items that each user took. An item that occurs twice counts once. -1 is an item that the model
+            does not know (see `ItemIndex.places`): each -1 counts as a miss.
         k: The number of ranked items that count. None: all.
         weights: The weight of each user in the means, at least 0; shape (users,). None: 1.
 
     Returns:
-        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something. And how many there
-        are: "users" who took something, "users_without_items" who did not and are left out, and "unknown_items", the
+        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something. And numbers:
+            "users" who took something, "users_without_items" who did not and are left out, and "unknown_items", the
         relevant items that are -1.
 
     Raises:

@@ -59,7 +59,7 @@ class Grouped(Metric):
         """Add rows.
 
         Args:
-            preds: Scores, one per row, higher for what is named first.
+            preds: Scores, one per row; the row with the highest score comes first.
             target: Whether the user took it: 0 or 1, or booleans.
             indexes: The user of each row: integers.
             weights: The weight of the user of each row, at least 0, equal in all rows of a user. None: 1.

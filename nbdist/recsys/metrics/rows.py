@@ -59,7 +59,7 @@ class AUC(Metric):
         """Add rows.
 
         Args:
-            preds: Scores, one per row, higher for what is liked more.
+            preds: Scores, one per row; a higher score means more liked.
             target: Labels, one per row: 0 or 1, or booleans.
             weights: Weights of the rows, at least 0. None: 1 for each.
 

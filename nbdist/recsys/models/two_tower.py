@@ -18,7 +18,7 @@ class Tower(nn.Module):
     Args:
         cardinalities: Column of codes → how many there are. Its table is called like it.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        layers: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
+        mlp: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
             embeddings.
         device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
@@ -28,7 +28,7 @@ class Tower(nn.Module):
     Examples:
         >>> import torch
         >>> from nbdist.recsys.models import Tower
-        >>> tower = Tower({"user": 10}, embedding_dim=8, layers=[4])
+        >>> tower = Tower({"user": 10}, embedding_dim=8, mlp=[4])
         >>> tower({"user": torch.tensor([2, 7])}).shape
         torch.Size([2, 4])
     """
@@ -38,7 +38,7 @@ class Tower(nn.Module):
         cardinalities: Mapping[str, int],
         *,
         embedding_dim: int = 64,
-        layers: Sequence[int] = (),
+        mlp: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Tower(nn.Module):
             raise ValueError("`cardinalities` must have a column of codes, got none")
         self.columns = list(cardinalities)
         self.embeddings = PooledTables(cardinalities, embedding_dim=embedding_dim, device=device)
-        self.layers = linear_layers([len(cardinalities) * embedding_dim, *layers]) if layers else None
+        self.mlp = linear_layers([len(cardinalities) * embedding_dim, *mlp]) if mlp else None
 
     def forward(self, batch: Columns) -> Tensor:
         """Return the vectors of a batch, shape (rows, the last width); the batch may have other columns, too."""
         pooled: Tensor = self.embeddings(batch)  # (rows, columns * dim)
-        if self.layers is not None:
-            return self.layers(pooled)  # type: ignore[no-any-return]
+        if self.mlp is not None:
+            return self.mlp(pooled)  # type: ignore[no-any-return]
         return pooled.unflatten(1, (len(self.columns), -1)).sum(1)  # type: ignore[no-any-return]
 
 
@@ -66,7 +66,7 @@ class TwoTower(nn.Module):
         query: Columns of who asks, such as the user, → how many codes each has.
         item: The same of items.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        layers: The layers of both towers; see `Tower`.
+        mlp: The layers of both towers; see `Tower`.
         device: The device of the tables; see `Tower`.
 
     Raises:
@@ -100,15 +100,15 @@ class TwoTower(nn.Module):
         item: Mapping[str, int],
         *,
         embedding_dim: int = 64,
-        layers: Sequence[int] = (),
+        mlp: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         if both := query.keys() & item.keys():
             raise ValueError(f"column {min(both)!r} is in both towers: each table is called like its column")
-        self.query = Tower(query, embedding_dim=embedding_dim, layers=layers, device=device)
+        self.query = Tower(query, embedding_dim=embedding_dim, mlp=mlp, device=device)
         """The tower of who asks."""
-        self.item = Tower(item, embedding_dim=embedding_dim, layers=layers, device=device)
+        self.item = Tower(item, embedding_dim=embedding_dim, mlp=mlp, device=device)
         """The tower of items."""
 
     def forward(self, batch: Columns, negatives: Columns | None = None) -> tuple[Tensor, Tensor]:

@@ -78,8 +78,9 @@ class ItemIndex:
         """Make an index from a tower's vectors of items, in this process.
 
         Args:
-            tower: Returns the vectors of items, such as `TwoTower.item` of a model from `gather`. Its modules, and the
-                modules that a function refers to, are in evaluation mode during the call.
+            tower: Function or module that returns the vectors of items, such as `TwoTower.item` of a model from
+                `gather`. Its modules, and the modules that a function refers to, are in evaluation mode during the
+                call.
             items: The columns that the tower takes, as the workflow codes them; a row for each item. As for
                 `MemoryLoader`, and may be without rows.
             ids: The raw id of each row.
@@ -116,7 +117,7 @@ class ItemIndex:
         Args:
             queries: Vectors, shape (queries, width).
             k: The number of items.
-            exclude: For each query, ids that it is not to be given; ids that the index lacks do not matter.
+            exclude: The ids that each query must not get; ids that the index lacks are ignored.
 
         Returns:
             A row for each query: `items`, the list of ids, the best first, and `scores`. They are shorter than k where
@@ -155,7 +156,8 @@ class ItemIndex:
         """Return a FAISS index of the vectors, by inner product; its numbers are positions in `ids`.
 
         Args:
-            factory: As `faiss.index_factory` has it: "Flat" is exact, "HNSW32" and "IVF256,Flat" are faster and not.
+            factory: The argument of `faiss.index_factory`: "Flat" is exact; "HNSW32" and "IVF256,Flat" are approximate,
+                and faster.
 
         Raises:
             ImportError: FAISS is not installed.
@@ -199,7 +201,7 @@ class ItemIndex:
         """Load the index that was saved in a folder.
 
         Raises:
-            FileNotFoundError, ValueError: It is not there, or is something else.
+            FileNotFoundError, ValueError: The folder has no index, or a file that is not one.
         """
         path = Path(folder).expanduser() / _FILE
         try:

@@ -20,19 +20,20 @@ def top_k(
 
     Args:
         queries: Shape (queries, width).
-        items: Shape (items, width), on the same device; may be none. Of the two dtypes, the wider one is computed with.
+        items: Shape (items, width), on the same device; there may be no items. The products have the wider of the two
+            dtypes.
         k: The number of items.
-        exclude: For each query, items that it is not to be given, such as those a user has taken, by their places in
-            `items`; -1 is none of them.
-        block: Scores that are in memory at a time.
+        exclude: The items that each query must not get, such as those that a user has taken, by their places in
+            `items`; -1 is no item.
+        block: The number of scores in memory at a time.
 
     Returns:
         Scores and places in `items`, both of shape (queries, k). Where fewer than k items are left, the score is
         -inf and the place -1.
 
     Raises:
-        ValueError: For widths that differ, k below 1, as many lists in `exclude` as there are no queries, and for
-            vectors or products that are not finite.
+        ValueError: The widths differ, k is below 1, `exclude` has another number of lists than there are queries, or a
+            vector or product is not finite.
 
     Examples:
         >>> import torch

@@ -12,9 +12,10 @@ from ..parallel.replicated import Replicated, replicate
 if TYPE_CHECKING:
     from .call import shard
     from .equal_length import equal_steps
+    from .optimizers import OPTIMIZERS
     from .plan import Plan
     from .sharded import Sharded
-    from .strategies import OPTIMIZERS, STRATEGIES
+    from .strategies import STRATEGIES
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "Plan", "Replicated", "Sharded", "equal_steps", "replicate", "shard"]
 
@@ -23,7 +24,7 @@ _MODULES = {
     "equal_steps": "equal_length",
     "Plan": "plan",
     "Sharded": "sharded",
-    "OPTIMIZERS": "strategies",
+    "OPTIMIZERS": "optimizers",
     "STRATEGIES": "strategies",
 }
 """Name → its module, which is imported at the first use: TorchRec takes seconds, and `replicate` does without."""

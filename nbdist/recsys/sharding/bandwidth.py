@@ -28,8 +28,7 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of a rank while all ranks do the same, rounded to a power of two so that noise changes no
-    plan."""
+    """Bytes per second of a rank while all ranks measure, rounded to a power of two so that noise changes no plan."""
 
     memory: float
     """Bytes per second of random rows that are read, and written contiguously; both count."""

@@ -27,7 +27,7 @@ class InputsAhead:
     time.
 
     Args:
-        collections: Each with the features that it takes.
+        collections: The sharded collections, each with the features that it takes.
         device: The device of this rank.
     """
 
@@ -39,7 +39,7 @@ class InputsAhead:
             collection.forward = _Forward(self, collection)
 
     def start(self, features: KeyedJaggedTensor) -> None:
-        """Start sending; all ranks must have the same number of samples."""
+        """Start sending the ids of a batch; all ranks must have the same number of samples."""
         self._begun.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())  # which the ids have been copied for

@@ -15,14 +15,12 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel, comm
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -33,35 +31,16 @@ from ...system.huge_pages import gather
 from ..parallel.optimizer_choice import MakeOptimizer
 from .annotations import annotate_for_profilers_alone
 from .batches_ahead import InputsAhead
-from .collections import columns_of, find_tables, plain_collections, replace, to_torchrec
+from .collection_hooks import prepare_collections
+from .collections import find_tables, plain_collections, replace, to_torchrec
 from .deferred import DeferredTables, TablesOptimizer, deferring
-from .exchange import exchange_at_once
 from .half_tables import SinglePrecision, check_types
-from .hooks import (
-    check_ids,
-    divide_means,
-    look_up_singly,
-    move_inputs,
-    pad_batches,
-    restore_order,
-    sum_instead,
-    take_columns,
-)
+from .hooks import move_inputs
 from .initial import common_seed, fill, free_tables, materialise, without_memory
-from .plan import Plan
+from .optimizers import EVERYWHERE, OPTIMIZERS, check_optimizer, fused_types
 from .planning import Planner, make_sharders
 from .sharded import Sharded, kernels, share_buffers
-from .strategies import (
-    EVERYWHERE,
-    OPTIMIZERS,
-    ROW_STRATEGIES,
-    Table,
-    check_optimizer,
-    choose,
-    fused_types,
-    of_each,
-    too_large_to_copy,
-)
+from .strategies import ROW_STRATEGIES, Table, choose, of_each, too_large_to_copy
 
 
 def build(
@@ -80,25 +59,13 @@ def build(
     """Shard a model; `shard` describes arguments and errors. TorchRec must be installed."""
     device = collective_device()
     tables = find_tables(model)
-    named, rates = of_each("optimizer=", optimizer, tables), of_each("lr=", lr, tables)
-    for one in dict.fromkeys(named.values()):
-        check_optimizer(one, device, fused)
+    named, rates = _optimizers_of(tables, optimizer, lr, device, fused)
     check_types(tables)
     chosen = choose(strategies, tables)
-    dense = _dense_parameters(model, tables)
-    if dense and dense_optimizer is None:
-        raise ValueError(
-            f"the model has other parameters than its tables ({', '.join(list(dense)[:3])}, ...): give "
-            "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
-        )
-    for name, strategy in chosen.items():
-        why = too_large_to_copy(tables[name], batch_size * dist.get_world_size())
-        if strategy == "data_parallel" and why and dist.get_rank() == 0:
-            warnings.warn(f"table {name!r} is sharded as data_parallel: {why}. row_wise is faster", stacklevel=3)
+    dense = _dense_parameters(model, tables, dense_optimizer)
+    _warn_of_copies(tables, chosen, batch_size)
     sharders = make_sharders({"eps": eps})
-    for name, table in tables.items():  # where TorchRec looks for it
-        kind = EmbOptimType[OPTIMIZERS[named[name]]]
-        table.weight._optimizer_kwargs = [{"optimizer": kind, "learning_rate": rates[name]}]  # type: ignore[attr-defined]
+    _name_optimizers(tables, named, rates)
     template, plain = without_memory(model), plain_collections(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
@@ -116,8 +83,7 @@ def build(
         free_tables(model, tables)
         _forget_old_groups()
         by_gloo = ROW_STRATEGIES if device.type == "cpu" and group is None else ()
-        hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
-        features = _features(model)
+        finish = prepare_collections(model, plain, plan, checked, by_gloo)
         types = fused_types(device, fused)
         with deferring({EmbOptimType[OPTIMIZERS[name]] for name in types}):
             parallel = DistributedModelParallel(
@@ -127,35 +93,73 @@ def build(
                 plan=torchrec_plan,
                 sharders=sharders,
             )
-        for add in hooks:
-            add(parallel.module)
-        for path, collection in plain.items():
-            take_columns(parallel.module.get_submodule(path), columns_of(collection))
-        collections = {parallel.module.get_submodule(path): names for path, names in features.items()}
-        for collection in collections:
-            exchange_at_once(collection)
+        collections = finish(parallel.module)
         fill(parallel.state_dict(), tables, seed)
-        for kernel in kernels(parallel.fused_optimizer):
-            _gather(kernel)
     _prepare_steps(parallel, template, device)
-    copies = _unsharded(parallel)
-    optimizers = [parallel.fused_optimizer]
-    if mine := {key: p for key, p in copies.items() if key in dense}:
-        optimizers.append(KeyedOptimizerWrapper(mine, dense_optimizer))
-    for name, table in tables.items():
-        if table.key in copies:
-            make: MakeOptimizer = functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps)
-            if copies[table.key].dtype == torch.float16:
-                make = functools.partial(SinglePrecision, make=make)
-            optimizers.append(KeyedOptimizerWrapper({table.key: copies[table.key]}, make))
+    of_copies = _dense_optimizers(parallel, tables, dense, dense_optimizer, named, rates, eps)
+    optimizers = [parallel.fused_optimizer, *of_copies]
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
     return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
 
 
+def _optimizers_of(
+    tables: Mapping[str, Table],
+    optimizer: str | Mapping[str, str],
+    lr: float | Mapping[str, float],
+    device: torch.device,
+    fused: bool | None,
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Return the optimizer and the learning rate of each table.
+
+    Raises `ValueError` for an optimizer that the device or `fused` excludes.
+    """
+    named = of_each("optimizer=", optimizer, tables)
+    for one in dict.fromkeys(named.values()):
+        check_optimizer(one, device, fused)
+    return named, of_each("lr=", lr, tables)
+
+
+def _name_optimizers(tables: Mapping[str, Table], named: Mapping[str, str], rates: Mapping[str, float]) -> None:
+    """Write the optimizers of the tables where TorchRec looks for them."""
+    for name, table in tables.items():
+        kind = EmbOptimType[OPTIMIZERS[named[name]]]
+        table.weight._optimizer_kwargs = [{"optimizer": kind, "learning_rate": rates[name]}]  # type: ignore[attr-defined]
+
+
+def _warn_of_copies(tables: Mapping[str, Table], chosen: Mapping[str, str], batch_size: int) -> None:
+    """Warn, on rank 0, of tables that are too large for a copy on each rank."""
+    for name, strategy in chosen.items():
+        why = too_large_to_copy(tables[name], batch_size * dist.get_world_size())
+        if strategy == "data_parallel" and why and dist.get_rank() == 0:
+            warnings.warn(f"table {name!r} is sharded as data_parallel: {why}. row_wise is faster", stacklevel=4)
+
+
+def _dense_optimizers(
+    parallel: DistributedModelParallel,
+    tables: Mapping[str, Table],
+    dense: Mapping[str, nn.Parameter],
+    dense_optimizer: MakeOptimizer | None,
+    named: Mapping[str, str],
+    rates: Mapping[str, float],
+    eps: float,
+) -> Iterator[KeyedOptimizerWrapper]:
+    """Make the optimizers of what every rank has a copy of: the parameters that are not tables, and some tables."""
+    copies = _unsharded(parallel)
+    if mine := {key: p for key, p in copies.items() if key in dense}:
+        yield KeyedOptimizerWrapper(mine, dense_optimizer)
+    for name, table in tables.items():
+        if table.key in copies:
+            make: MakeOptimizer = functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps)
+            if copies[table.key].dtype == torch.float16:
+                make = functools.partial(SinglePrecision, make=make)
+            yield KeyedOptimizerWrapper({table.key: copies[table.key]}, make)
+
+
 def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, device: torch.device) -> None:
-    """Prepare the forward passes of a sharded model: devices, buffers, warnings and annotations."""
+    """Prepare the steps of a sharded model: memory, devices, buffers, warnings and annotations."""
+    _gather(parallel)
     if device.type != "cpu":
         move_inputs(parallel, device)
     names = [name for name, _ in template.named_buffers()]
@@ -166,75 +170,29 @@ def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, devi
     annotate_for_profilers_alone()
 
 
-def _gather(kernel: Any) -> None:
+def _gather(parallel: DistributedModelParallel) -> None:
     """Move FBGEMM's tables of a CPU rank, and the state of their rows, to huge pages.
 
     The rows of a step are all over a table: each is in another small page, and finding this page takes time.
     """
-    for tensor in (*kernel.split_embedding_weights(), *itertools.chain(*kernel.split_optimizer_states())):
-        if tensor.device.type == "cpu":
-            gather(tensor.data_ptr(), tensor.nbytes)
+    for kernel in kernels(parallel.fused_optimizer):
+        for tensor in (*kernel.split_embedding_weights(), *itertools.chain(*kernel.split_optimizer_states())):
+            if tensor.device.type == "cpu":
+                gather(tensor.data_ptr(), tensor.nbytes)
 
 
-def _hooks(
-    path: str, module: nn.Module, plan: Plan, checked: bool, by_gloo: Sequence[str]
-) -> Callable[[nn.Module], None]:
-    """Prepare a module for sharding; return what to do with the sharded model that contains it.
-
-    `by_gloo` are the strategies whose results gloo sums and scatters.
-    """
-    if isinstance(module, EmbeddingCollection):
-        rows = _rows(module.embedding_configs())
-
-        def add_to_sequences(parallel: nn.Module) -> None:
-            sharded = parallel.get_submodule(path)
-            if checked:
-                check_ids(sharded, rows)
-            look_up_singly(sharded)
-            pad_batches(sharded, False)
-
-        return add_to_sequences
-    if not isinstance(module, EmbeddingBagCollection):
-        return lambda parallel: None
-    features = {config.name: config.feature_names for config in module.embedding_bag_configs()}
-    rows = _rows(module.embedding_bag_configs())
-    names = list(module._embedding_names)
-    by_rows = any(plan.strategies[name] in ROW_STRATEGIES for name in features)
-    means = sum_instead(module) if by_rows else {}
-
-    def add_to_bags(parallel: nn.Module) -> None:
-        sharded = parallel.get_submodule(path)
-        if checked:
-            check_ids(sharded, rows)
-        if any(means.values()):
-            divide_means(sharded, means, features)
-        restore_order(sharded, names)
-        pad_batches(sharded, any(plan.strategies[name] in by_gloo for name in features))
-
-    return add_to_bags
-
-
-def _features(model: nn.Module) -> dict[str, set[str]]:
-    """Return the features of each collection, by its path."""
-    return {
-        path: set(_rows(module.embedding_bag_configs() if bags else module.embedding_configs()))
-        for path, module in model.named_modules()
-        if (bags := isinstance(module, EmbeddingBagCollection)) or isinstance(module, EmbeddingCollection)
-    }
-
-
-def _rows(configs: Iterable[Any]) -> dict[str, list[tuple[str, int]]]:
-    """Return the tables of each feature, with their numbers of rows."""
-    rows: dict[str, list[tuple[str, int]]] = {}
-    for config in configs:
-        for feature in config.feature_names:
-            rows.setdefault(feature, []).append((config.name, config.num_embeddings))
-    return rows
-
-
-def _dense_parameters(model: nn.Module, tables: Mapping[str, Table]) -> dict[str, nn.Parameter]:
+def _dense_parameters(
+    model: nn.Module, tables: Mapping[str, Table], dense_optimizer: MakeOptimizer | None
+) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not tables. Raises `ValueError` if there are any, and no optimizer for them."""
     weights = {id(table.weight) for table in tables.values()}
-    return {key: p for key, p in model.named_parameters() if p.requires_grad and id(p) not in weights}
+    dense = {key: p for key, p in model.named_parameters() if p.requires_grad and id(p) not in weights}
+    if dense and dense_optimizer is None:
+        raise ValueError(
+            f"the model has other parameters than its tables ({', '.join(list(dense)[:3])}, ...): give "
+            "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
+        )
+    return dense
 
 
 def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:

@@ -43,35 +43,35 @@ def shard(
 
     Args:
         model: A module with `PooledTables` or `SequenceTables`, as the models of `nbdist.recsys.models` are, or with
-            TorchRec's `EmbeddingBagCollection`s or `EmbeddingCollection`s; or one of those. It is consumed: use
-            `Sharded.model` instead.
-        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order.
-            Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
-            warned of.
+            TorchRec's `EmbeddingBagCollection`s or `EmbeddingCollection`s; or a single collection. The module cannot be
+            used afterwards: use `Sharded.model`.
+        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order. Tables
+            that nothing matches are left to TorchRec's planner. A warning names large tables that are data_parallel,
+            because they are slow.
         batch_size: Samples per rank and step, for the planner's estimates.
-        optimizer: Of the tables: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table name or
-            glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
-            `replicate`, what makes an optimizer of parameters: torch's SGD, Adagrad or Adam, with no options but `lr`
-            and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of tables leave
-            alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
+        optimizer: The tables' optimizer: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table
+            name or glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
+            `replicate`, a function from parameters to their optimizer: torch's SGD, Adagrad or Adam, with no options
+            but `lr` and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of
+            tables leave alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
         lr: Learning rate of the tables, for an optimizer by name; or table name or glob → learning rate. None: 0.01.
         eps: The number added to the denominator, for optimizers by name that have one. None: 1e-8.
-        dense_optimizer: Makes the optimizer of all other parameters, such as
+        dense_optimizer: Function that makes the optimizer of all other parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any and `optimizer` is a
             name.
-        fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
-            this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
-            accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
+        fused: Whether tables are updated in the backward pass. None: a table is if FBGEMM has a kernel for its
+            optimizer on this device; for adam on CPUs, torch's slower optimizer is used. False: no table is, so that
+            gradients can be clipped and accumulated. That is slower, and works with sgd, adagrad, rowwise_adagrad and
+            adam.
         memory_bytes: Bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on CPUs, shared by
             the ranks of this machine), less four times the size of the other parameters, for gradients and moments.
-        checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
-            that, unless a loader with `keyed=` has looked before; without it, such ids mean other rows, and
-            train them.
+        checked: Whether an id outside its table raises `ValueError` in its step. On GPUs each step waits for this
+            check, unless a loader with `keyed=` has already checked the ids. Without the check, such an id stands for
+            another row and trains it.
 
     Raises:
         ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
-        RuntimeError: Outside a process group; or FBGEMM has no code for this rank's GPU, such as a T4, where
-            `replicate` is what works.
+        RuntimeError: Outside a process group; or FBGEMM has no code for this rank's GPU, such as a T4: use `replicate`.
         ImportError: TorchRec or FBGEMM is missing, or of another release than torch; it says what to install. The model
             is left as it is.
 

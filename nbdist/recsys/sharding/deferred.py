@@ -138,8 +138,9 @@ class TablesOptimizer(CombinedOptimizer):
     """The optimizers of a sharded model, which also update the deferred tables.
 
     Args:
-        optimizers: TorchRec's of the fused tables, which hand on learning rates, and the optimizers of all else.
-        waiting: The tables of this rank that wait.
+        optimizers: TorchRec's optimizers of the fused tables, which pass learning rates on, and the optimizers of all
+            other parameters.
+        waiting: The deferred tables of this rank.
     """
 
     def __init__(self, optimizers: list[Any], waiting: list[DeferredTables]) -> None:

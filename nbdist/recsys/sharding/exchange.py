@@ -154,6 +154,9 @@ class _Pooled(torch.autograd.Function):
 
 
 def _laid_out(gather: SharedGather, tensor: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    """Return each rank's `tensor`, if it has columns, with `widths` columns, valid until the next collective."""
+    """Return the `tensor` of each rank that has columns; `widths` are their numbers of columns.
+
+    The result is valid until the next collective.
+    """
     each = [torch.from_numpy(one) for (one,) in gather([as_bytes(tensor.contiguous())]) if len(one)]
     return [one.view(tensor.dtype).view(-1, width) for one, width in zip(each, widths, strict=True)]

@@ -34,7 +34,7 @@ class SinglePrecision(torch.optim.Optimizer):
 
     Args:
         params: The parameters.
-        make: Makes the optimizer that does it.
+        make: Function that makes the optimizer to compute with.
     """
 
     def __init__(

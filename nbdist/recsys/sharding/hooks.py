@@ -1,6 +1,6 @@
 """Hooks around a sharded collection, where TorchRec's results would differ from the unsharded collection's.
 
-Of the forward hooks, `divide_means`, `restore_order`, `pad_batches`, `take_columns` is the order to add them in.
+Add forward hooks in this order: `divide_means`, `restore_order`, `pad_batches`, `take_columns`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
 def take_columns(module: nn.Module, columns: list[str]) -> None:
     """Make a sharded collection take a batch and return tensors, like `PooledTables` and `SequenceTables`.
 
-    To be called after all others: their hooks work with TorchRec's objects.
+    Call it after all other functions of this module, whose hooks work with TorchRec's objects.
 
     Args:
         module: The sharded collection.
@@ -171,8 +171,8 @@ def pad_batches(module: nn.Module, to_largest: bool) -> None:
 
     Args:
         module: The sharded collection.
-        to_largest: Up to the size of the largest batch of all ranks, instead. Gloo's reduce-scatter, which row-wise
-            strategies pool with, wants equal shapes.
+        to_largest: Whether to add up to the size of the largest batch of all ranks instead, because the reduce-scatter
+            of gloo, which pools in row-wise strategies, needs equal shapes.
     """
     sizes: list[int] = []
 
@@ -223,7 +223,7 @@ def look_up_singly(module: nn.Module) -> None:
 
 
 def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torch.Tensor:
-    """Return the rows for the ids of all features in their tables; shape (ids, columns)."""
+    """Look up the embedding rows of the ids of all features; shape (ids, columns)."""
     tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
     first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
     rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))

@@ -66,7 +66,7 @@ class Planner:
     """Through which rows are sent; None: the default process group."""
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
-        """Make a plan for TorchRec, and one for the user, on rank 0; all ranks get the same, or the same exception."""
+        """Make a plan for TorchRec, and one for the user, on rank 0; all ranks get both plans, or the exception."""
         nranks, local = dist.get_world_size(), comm.get_local_size()
         constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
         bandwidth = measure(self.device, self.group)

@@ -70,10 +70,10 @@ class Sharded:
         it.
 
         Args:
-            norm: The norm of the gradients of all parameters together, each number of a table once, on whatever rank.
+            norm: The largest norm of the gradients of all parameters together, over the parts of tables on all ranks.
 
         Returns:
-            Their norm before.
+            The norm before the scaling.
 
         Raises:
             RuntimeError: Tables are fused, and updated already.

@@ -1,8 +1,8 @@
 """A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop."""
 
 from .evaluation import evaluate
+from .fit import fit
 from .history import History, Record
-from .loop import fit
 from .schedule import Schedule, warmup_decay
 from .snapshots import Snapshots
 

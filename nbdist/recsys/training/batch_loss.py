@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 
 def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of a batch; 0 without predictions, as from SASRec for histories of one item.
 
     Raises:
-        ValueError: Predictions and targets are as many numbers in different shapes, or the loss is not one number.
+        ValueError: Predictions and targets have equally many numbers but different shapes, or the loss is not one
+            number.
     """
     if not predictions.numel():
         return predictions.sum()
@@ -53,3 +55,8 @@ def not_finite_since(step: int) -> ValueError:
         f"the loss of a step up to step {step} is not finite: a feature, a target or a weight is NaN or infinite, and "
         "so may the weights be by now. On CPUs, fit() stops before that step and names the row"
     )
+
+
+def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean negative log likelihood of labels (0 or 1), of any dtype."""
+    return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

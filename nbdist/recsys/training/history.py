@@ -58,7 +58,7 @@ class History:
     """The records of a run. A notebook shows them as a table, and a rank can return them like any value.
 
     Args:
-        records: In the order of their steps.
+        records: The records, in the order of their steps.
 
     Examples:
         >>> import torch

@@ -16,14 +16,14 @@ asked for the steps of the run alone."""
 
 
 def warmup_decay(
-    steps: int, *, warmup: int = 0, start: int | None = None, final: float = 0.0, shape: str | float = "cosine"
+    steps: int, *, warmup: int = 0, decay_start: int | None = None, final: float = 0.0, shape: str | float = "cosine"
 ) -> Schedule:
     """Return a function that rises linearly to the full learning rate, and then falls to a part of it.
 
     Args:
         steps: Steps of the run; the decay ends with the last one.
         warmup: Steps until the full learning rate is reached; the first of them has `1 / warmup` of it.
-        start: The step at which the decay begins. None: after the warm-up.
+        decay_start: The step at which the decay begins. None: after the warm-up.
         final: The part of the full learning rate at the end.
         shape: The shape of the decay: "cosine", "linear", or a power, such as 2 for a falling parabola.
 
@@ -36,13 +36,14 @@ def warmup_decay(
         >>> [factor(step) for step in range(8)]
         [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    start = warmup if start is None else start
+    start = warmup if decay_start is None else decay_start
     if not 0 <= warmup <= start < steps:
         raise ValueError(
-            f"`warmup`, `start` and `steps` must be 0 <= warmup <= start < steps, got {warmup}, {start} and {steps}"
+            f"`warmup`, `decay_start` and `steps` must be 0 <= warmup <= decay_start < steps, got {warmup}, {start} "
+            f"and {steps}"
         )
     if shape not in ("cosine", "linear") and not (isinstance(shape, (int, float)) and shape > 0):
-        raise ValueError(f'shape={shape!r}: "cosine", "linear", or a power above 0')
+        raise ValueError(f'`shape` must be "cosine", "linear" or a power above 0, got {shape!r}')
 
     def factor(step: int) -> float:
         if step < warmup:

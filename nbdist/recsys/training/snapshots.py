@@ -77,12 +77,12 @@ class Snapshots:
         """Return the snapshot with the best value of `keep_best`, for `load` of a model.
 
         Raises:
-            FileNotFoundError: None is there, or none was evaluated yet.
+            FileNotFoundError: There is no snapshot, or none was evaluated yet.
         """
         found = self._best()
         if found is None:
             raise FileNotFoundError(
-                f"{self.folder} has no best snapshot: fit(..., snapshots=...) with keep_best= has one"
+                f"{self.folder} has no best snapshot: call fit with snapshots=Snapshots(folder, keep_best='auc')"
             )
         return found
 
@@ -112,8 +112,8 @@ class Snapshots:
         """Take a snapshot. All ranks must call it.
 
         Args:
-            model: Saves itself.
-            step: The step in its name.
+            model: The model, whose `save` is called.
+            step: The step, which the snapshot's name contains.
             common: The state that all ranks share, as JSON; rank 0's is kept.
             own: The state of each rank: tensors and plain values.
         """
@@ -151,8 +151,8 @@ class Snapshots:
         """Load the newest snapshot, if it exists and the run is to be resumed. All ranks must call it.
 
         Returns:
-            `common`, with `step` and `world_size`, and `own` as `_save` got them. On another number of ranks `own` is
-            the state of the rank with the same number, or starts again with rank 0's where there were fewer ranks.
+            The states `common` (with `step` and `world_size`) and `own` of `_save`. On another number of ranks, `own`
+            is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
 
         Raises:
             ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken of another model
@@ -178,7 +178,7 @@ class Snapshots:
         return common, own
 
     def _own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Load `own` of each rank that took the snapshot, whose `common` `_load` has returned."""
+        """Load the state `own` of each rank that took a snapshot; `common` is the state that `_load` has returned."""
         folder = Path(self.folder) / f"step-{common['step']}"
         return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 

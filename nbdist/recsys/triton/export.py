@@ -7,7 +7,7 @@ In the notebook::
     def click(model, batch):
         return model(keyed_jagged(batch, ["userId", "movieId", "genres"])).sigmoid()
 
-    ensemble = export_ensemble(workflow, model, "repository", "ctr", call=click, output="click", backend="python")
+    ensemble = export_ensemble(workflow, model, "repository", "ctr", predict=click, output="click", backend="python")
     with serve("repository") as server:
         client = tritonclient.http.InferenceServerClient(server.http)
         arrays = ensemble.request(frame)  # input → array, for client.infer("ctr", ...)
@@ -26,7 +26,7 @@ UINT64, BYTES for strings (UTF-8), FP32 or FP64. A null is `NULL`, `NULL_UNSIGNE
 are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest), where shorter lists end in `PADDING`,
 `PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is one of a null. In the Python
 backend, requests are put into one batch even if their lists differ in length. Ids that training did not have, nulls and
-empty lists get the codes that they have in training; see `fill` for what the model makes of those it never saw.
+empty lists get the codes that they have in training; see `fill` for the ids that the model never saw.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -53,7 +53,7 @@ from ..io.frames import require_frame
 from ..loader.columns import Columns
 from . import served
 from .config import Batching, TensorSpec, ensemble_config, model_config, read_config, write_config
-from .onnx import Call, looked_up, write_onnx
+from .onnx import Predict, looked_up, write_onnx
 from .request import ServedSteps, arrow_type, as_fitted, served_steps, to_request
 from .served.preprocess import Array
 
@@ -73,7 +73,7 @@ class Ensemble:
         >>> workflow = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["ann", "bob"]}))
         >>> def click(model, batch):
         ...     return model(batch["user"]).sigmoid()
-        >>> ensemble = export_ensemble(workflow, torch.nn.Embedding(4, 1), "repository", "ctr", call=click)
+        >>> ensemble = export_ensemble(workflow, torch.nn.Embedding(4, 1), "repository", "ctr", predict=click)
         >>> ensemble.name, ensemble.inputs, ensemble.output
         ('ctr', {'user': 'string'}, 'output')
         >>> ensemble.request({"user": ["bob", "zoe"]})
@@ -116,7 +116,7 @@ def export_ensemble(
     name: str,
     *,
     columns: Iterable[str] | None = None,
-    call: Call | None = None,
+    predict: Predict | None = None,
     output: str = "output",
     backend: str = "onnxruntime",
     max_batch_size: int = 4096,
@@ -130,32 +130,33 @@ def export_ensemble(
     The repository appears complete or not at all. The export is compared with the model on batches of random codes.
 
     Args:
-        workflow: Fitted; or the folder that one was saved to.
-        model: Trained, and whole: what `gather` gave of a sharded or replicated one.
-        path: The folder to write. It is made; if it is there, it has to be empty, or hold other versions.
+        workflow: The fitted workflow, or the folder to which it was saved.
+        model: The trained model as a plain module: the result of `gather` for a sharded or replicated model.
+        path: The folder to write. If it exists, it has to be empty, or contain other versions.
         name: The name of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
         columns: The workflow's outputs that the model takes. None: all categorified ones.
-        call: ``call(model, batch)`` gives the answers, one tensor of shape (rows,) or (rows, width), to a batch as a
-            loader makes it: a dict from column to tensor, or to `Ragged` for lists. None: ``model(batch)``.
+        predict: Like `predict` of `fit`, without targets: ``predict(model, batch)`` returns the answers to a batch, one
+            tensor of shape (rows,) or (rows, width). The batch is what a loader makes: a dict from column to tensor, or
+            to `Ragged` for lists. None: ``model(batch)``.
         output: The name of the answers.
-        backend: What runs the model in the server: its backend "onnxruntime", or "python" with the wheel onnxruntime.
-        max_batch_size: The rows that a request may have, and that requests are put together to.
-        max_queue_delay: Seconds that a request may wait for others to be put together with.
-        fill: Whether nulls and unknown ids that training has not seen are served the mean of the known rows, as
-            `etl.fill_unknown` has it; otherwise what their tables happened to begin with. Which tables these are is
-            seen from what an `nn.Embedding` or `nn.EmbeddingBag` is asked for; of a column whose table is not found, a
-            warning says so. The row of a table's `padding_idx` stays.
-        version: A number, to have several versions in one repository, of the same inputs and outputs:
+        backend: The server's backend that runs the model: "onnxruntime", or "python" with the wheel onnxruntime.
+        max_batch_size: The largest number of rows of a request, and of requests that are put together.
+        max_queue_delay: Seconds that a request may wait for other requests to be put together with it.
+        fill: Whether nulls and unknown ids that training has not seen get the mean of the known rows, as from
+            `etl.fill_unknown`; otherwise they get the initial values of their tables. The table of a column is found
+            from the ids that an `nn.Embedding` or `nn.EmbeddingBag` looks up; a warning names columns whose table is
+            not found. The row of a table's `padding_idx` stays.
+        version: A number, to have several versions with the same inputs and outputs in one repository:
             ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when no
             client asks for it any more. None: there is only one.
         overwrite: Whether an ensemble of this name, and version, that was written to `path` before is replaced.
 
     Raises:
-        ValueError: The name is none for a model, the model cannot take the columns or cannot be exported, or a request
-            cannot carry a column; or other versions have other columns.
+        ValueError: `name` cannot be the name of a model, the model cannot take the columns or cannot be exported, a
+            request cannot carry a column, or other versions have other columns.
         RuntimeError: The workflow is not fitted; or in ranks.
         TypeError: The model is still sharded or wrapped.
-        FileExistsError: There is something else at `path`.
+        FileExistsError: `path` has other files.
 
     Examples:
         >>> import polars as pl
@@ -166,12 +167,52 @@ def export_ensemble(
         >>> model = torch.nn.Embedding(workflow.vocabularies["user"].size, 1)  # stands for a trained one
         >>> def click(model, batch):
         ...     return model(batch["user"]).sigmoid()
-        >>> ensemble = export_ensemble(workflow, model, "repository", "ctr", call=click, output="click")
+        >>> ensemble = export_ensemble(workflow, model, "repository", "ctr", predict=click, output="click")
         >>> sorted(folder.name for folder in ensemble.path.iterdir())
         ['ctr', 'ctr_model', 'ctr_preprocess']
     """
     path = Path(path).expanduser().absolute()
-    names = (f"{name}_preprocess", f"{name}_model", name)
+    _check(model, name, backend, max_batch_size, max_queue_delay, version)
+    if isinstance(workflow, (str, os.PathLike)):
+        workflow = Workflow.load(workflow)
+    steps = served_steps(workflow, columns if columns is None else list(columns))
+    if output in {*steps.inputs, *steps.outputs}:
+        raise ValueError(f"`output` must be another name than the columns', got {output!r}")
+    predict = predict or _plain_call
+    others = [] if version is None else _other_versions(path, name, version, overwrite)
+    number = version or 1
+    ensembles = {name: max([number, *others])}  # ensemble → the version that it takes
+    replaced = [f"{name}_preprocess", f"{name}_model", name]
+    if version is not None:
+        ensembles[f"{name}.{version}"] = version
+        replaced += [f"{name}.{one}" for one in (version, *others)]
+    with atomic_folder(path, replaced, overwrite or bool(others)) as scratch:
+        repository = scratch / "whole"
+        if others:
+            shutil.copytree(path, repository, dirs_exist_ok=True, copy_function=os.link)  # models are large
+        folders = [repository / f"{name}_{part}" / str(number) for part in ("preprocess", "model")]
+        for folder in [*folders, *(repository / one for one in ensembles)]:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        steps.write(folders[0])
+        copy_source("preprocess.py", folders[0])
+        with contextlib.ExitStack() as stack:
+            if fill:
+                tables = looked_up(model, steps.outputs, predict)
+                stack.enter_context(unknown_filled(model, workflow, list(steps.outputs), tables))
+            answer = write_onnx(model, steps.outputs, predict, output, folders[1] / "model.onnx")
+        if backend == "python":
+            copy_source("predict.py", folders[1])
+        answers = TensorSpec(output, answer.numpy().dtype, answer.shape[1])
+        batching = Batching(max_batch_size, max_queue_delay)
+        _write_configs(repository, name, ensembles, steps, answers, backend, batching, number if others else None)
+    return Ensemble(path, name, steps.inputs, output)
+
+
+def _check(
+    model: Any, name: str, backend: str, max_batch_size: int, max_queue_delay: float, version: int | None
+) -> None:
+    """Raise an error for arguments that make no sense."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"`name` must have letters, digits, '_', '-' and '.' only, got {name!r}")
     if backend not in _BACKENDS:
@@ -188,52 +229,37 @@ def export_ensemble(
         raise TypeError(f"the model is a {kind}: give the plain module, which gather() returns in a rank")
     if ranks.world_size() > 1:
         raise RuntimeError("export_ensemble works in the notebook: return the model's gather() from the ranks")
-    if isinstance(workflow, (str, os.PathLike)):
-        workflow = Workflow.load(workflow)
-    steps = served_steps(workflow, columns if columns is None else list(columns))
-    if output in {*steps.inputs, *steps.outputs}:
-        raise ValueError(f"`output` must be another name than the columns', got {output!r}")
 
-    others = [] if version is None else _other_versions(path, name, version, overwrite)
-    number = version or 1
-    ensembles = {name: max([number, *others])}  # ensemble → the version that it takes
-    replaced = list(names)
-    if version is not None:
-        ensembles[f"{name}.{version}"] = version
-        replaced += [f"{name}.{one}" for one in (version, *others)]
-    with atomic_folder(path, replaced, overwrite or bool(others)) as scratch:
-        repository = scratch / "whole"
-        if others:
-            shutil.copytree(path, repository, dirs_exist_ok=True, copy_function=os.link)  # models are large
-        folders = [repository / one / str(number) for one in names[:2]]
-        for folder in [*folders, *(repository / one for one in ensembles)]:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        steps.write(folders[0])
-        copy_source("preprocess.py", folders[0])
-        ask = call or _plain_call
-        with contextlib.ExitStack() as stack:
-            if fill:
-                tables = looked_up(model, steps.outputs, ask)
-                stack.enter_context(unknown_filled(model, workflow, list(steps.outputs), tables))
-            answer = write_onnx(model, steps.outputs, ask, output, folders[1] / "model.onnx")
-        if backend == "python":
-            copy_source("predict.py", folders[1])
 
-        batching = Batching(max_batch_size, max_queue_delay)
-        raw, taken = tensors_of(steps)
-        answers = [TensorSpec(output, answer.numpy().dtype, answer.shape[1])]
-        first = model_config(names[0], "python", batching, raw, taken)
-        second = model_config(names[1], backend, batching, taken, answers)
-        for config in (first, second):
-            if others:
-                _check_same(config, repository / config.name, name, number)
-            write_config(config, repository / config.name)
-        for one, taken_version in ensembles.items():
-            (repository / one / str(taken_version)).mkdir()
-            config = ensemble_config(one, batching, raw, answers, [first, second], taken_version)
-            write_config(config, repository / one)
-    return Ensemble(path, name, steps.inputs, output)
+def _write_configs(
+    repository: Path,
+    name: str,
+    ensembles: Mapping[str, int],
+    steps: ServedSteps,
+    answers: TensorSpec,
+    backend: str,
+    batching: Batching,
+    added: int | None,
+) -> None:
+    """Write the configurations of the two models and of the ensembles.
+
+    Args:
+        repository: The folder of all models.
+        name: The name of the ensemble.
+        ensembles: The version that each ensemble takes, by the ensemble's name.
+        steps, answers, backend, batching: The parts that the configurations describe.
+        added: The version that is added to others, whose configurations must be the same. None: there are no others.
+    """
+    raw, taken = tensors_of(steps)
+    first = model_config(f"{name}_preprocess", "python", batching, raw, taken)
+    second = model_config(f"{name}_model", backend, batching, taken, [answers])
+    for config in (first, second):
+        if added is not None:
+            _check_same(config, repository / config.name, name, added)
+        write_config(config, repository / config.name)
+    for one, version in ensembles.items():
+        (repository / one / str(version)).mkdir()
+        write_config(ensemble_config(one, batching, raw, [answers], [first, second], version), repository / one)
 
 
 def _other_versions(path: Path, name: str, version: int, overwrite: bool) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..loader.columns import Columns, Ragged, rows_of
 from .request import Feature
 
-Call: TypeAlias = Callable[[nn.Module, Columns], Tensor]
+Predict: TypeAlias = Callable[[nn.Module, Columns], Tensor]
 """A function that calls the model with a batch: its value is what is served."""
 
 _OPSET = 18
@@ -33,7 +33,7 @@ class _PaddedBag(nn.Module):
     """An `nn.EmbeddingBag` whose bags all have the same length, padded with -1.
 
     Raises:
-        ValueError: for what of an `nn.EmbeddingBag` it cannot do.
+        ValueError: The `nn.EmbeddingBag` has an option that cannot be exported.
     """
 
     def __init__(self, bag: nn.EmbeddingBag, path: str) -> None:
@@ -41,7 +41,7 @@ class _PaddedBag(nn.Module):
         if bag.mode not in ("sum", "mean") or bag.padding_idx is not None or bag.max_norm is not None:
             raise ValueError(
                 f"{path}: an EmbeddingBag with mode={bag.mode!r}, padding_idx={bag.padding_idx} and "
-                f"max_norm={bag.max_norm} cannot be exported: only sums and means without the two others can"
+                f"max_norm={bag.max_norm} cannot be exported: mode must be 'sum' or 'mean', the two others None"
             )
         self.weight, self.mean = bag.weight, bag.mode == "mean"
         self.last_offset = int(bag.include_last_offset)
@@ -58,9 +58,9 @@ class _PaddedBag(nn.Module):
 class _Served(nn.Module):
     """A model with a tensor per column, shape (rows, 1) or (rows, longest), instead of a batch."""
 
-    def __init__(self, model: nn.Module, features: Mapping[str, Feature], call: Call) -> None:
+    def __init__(self, model: nn.Module, features: Mapping[str, Feature], predict: Predict) -> None:
         super().__init__()
-        self.model, self.features, self.call = model, features, call
+        self.model, self.features, self.predict = model, features, predict
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch: Columns = {}
@@ -70,16 +70,16 @@ class _Served(nn.Module):
                 batch[name] = Ragged(tensor.reshape(-1), torch.arange(rows + 1) * longest)
             else:
                 batch[name] = tensor.squeeze(1)
-        return _two_dimensional(self.call(self.model, batch))
+        return _two_dimensional(self.predict(self.model, batch))
 
 
-def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, output: str, path: Path) -> Tensor:
+def write_onnx(model: nn.Module, features: Mapping[str, Feature], predict: Predict, output: str, path: Path) -> Tensor:
     """Write `model` to `path`, its weights to a file next to it, and make sure that it answers as the model does.
 
     Args:
-        model: It is left as it is.
+        model: The model; it is not changed.
         features: The columns of a batch, in order, which become the inputs.
-        call: Calls the model.
+        predict: Calls the model.
         output: The name of the output, of shape (rows, width).
 
     Returns:
@@ -89,8 +89,8 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
         ValueError: The model cannot take such columns, cannot be exported, or its export answers differently.
     """
     plain = _plain_copy(model)
-    answers = {rows: _ask(plain, call, _batch(features, rows)) for rows in (64, 1)}
-    served = _Served(_with_padded_bags(plain), features, call).eval()
+    answers = {rows: _ask(plain, predict, _batch(features, rows)) for rows in (64, 1)}
+    served = _Served(_with_padded_bags(plain), features, predict).eval()
     batch, dim = _padded(_batch(features, 64)), torch.export.Dim
     shapes = tuple(
         {0: dim("rows"), 1: dim(f"longest_{i}")} if f.is_list else {0: dim("rows")}
@@ -120,11 +120,11 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
     return answers[64]
 
 
-def looked_up(model: nn.Module, features: Mapping[str, Feature], call: Call) -> list[tuple[nn.Module, list[str]]]:
+def looked_up(model: nn.Module, features: Mapping[str, Feature], predict: Predict) -> list[tuple[nn.Module, list[str]]]:
     """Return the tables of a model, each with the columns of codes that it looks up, as in a batch.
 
     Args:
-        model, features, call: As for `write_onnx`.
+        model, features, predict: As for `write_onnx`.
 
     Raises:
         ValueError: The model cannot take such columns.
@@ -144,7 +144,7 @@ def looked_up(model: nn.Module, features: Mapping[str, Feature], call: Call) -> 
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             found[path] = []
             module.register_forward_pre_hook(lambda _, given, path=path: look(path, given[0] if given else None))
-    _ask(plain, call, batch)
+    _ask(plain, predict, batch)
     return [(model.get_submodule(path), columns) for path, columns in found.items() if columns]
 
 
@@ -212,14 +212,15 @@ def _padded(batch: Columns) -> dict[str, Tensor]:
     return result
 
 
-def _ask(model: nn.Module, call: Call, batch: Columns) -> Tensor:
+def _ask(model: nn.Module, predict: Predict, batch: Columns) -> Tensor:
     try:
         with torch.no_grad(), _quiet():
-            answer = _two_dimensional(call(model, batch))
+            answer = _two_dimensional(predict(model, batch))
     except Exception as error:
         raise ValueError(
             f"the model cannot take the workflow's {', '.join(batch)}: {type(error).__name__}: {error}. It is given a "
-            "batch as a loader makes it, a dict of these columns, with any codes that they have; see columns= and call="
+            "batch as a loader makes it, a dict of these columns, with any codes that they have; see columns= and "
+            "predict="
         ) from error
     if len(answer) != rows_of(next(iter(batch.values()))):
         raise ValueError(f"the model's answer to a batch has the shape {tuple(answer.shape)}: not an answer per row")

@@ -81,8 +81,7 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
 
     Raises:
         RuntimeError: The workflow is not fitted.
-        ValueError: for a column that the workflow does not put out, that no model can take, or that is made by a step
-            that is not served.
+        ValueError: A column is not an output of the workflow, no model can take it, or its step is not served.
     """
     if columns is None and workflow.fitted:
         columns = [name for name in workflow.outputs if name in workflow.vocabularies]
@@ -122,7 +121,7 @@ def arrow_type(name: str, kind: str) -> pa.DataType:
     """Return how requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or lists.
 
     Raises:
-        ValueError: for types that a request cannot carry.
+        ValueError: A request cannot carry the type.
     """
     inner = kind.removeprefix("list[").removesuffix("]")
     is_list = inner != kind

@@ -92,7 +92,7 @@ def serve(
     Raises:
         FileNotFoundError: There is no such repository, or no server in `environment`; the message says how to get one.
         RuntimeError: The server ended while it started, as it does when a model cannot be loaded; with what it wrote.
-        TimeoutError: It was not ready in time.
+        TimeoutError: The server was not ready in time.
 
     Examples:
         >>> import polars as pl
@@ -104,7 +104,7 @@ def serve(
         >>> model = torch.nn.Embedding.from_pretrained(torch.tensor([[0.0], [0.0], [2.0], [3.0]]))
         >>> def click(model, batch):
         ...     return model(batch["user"])
-        >>> ensemble = export_ensemble(workflow, model, "repository", "ctr", call=click, backend="python")
+        >>> ensemble = export_ensemble(workflow, model, "repository", "ctr", predict=click, backend="python")
         >>> [(name, users)] = ensemble.request({"user": ["bob", "ann"]}).items()
         >>> given = triton.InferInput(name, users.shape, "BYTES").set_data_from_numpy(users)
         >>> with serve("repository") as server:

@@ -298,7 +298,7 @@ def test_a_history_is_served(workflow: Workflow, tmp_path: Path) -> None:
         return model.query(batch)
 
     export_ensemble(
-        workflow, model, tmp_path / "served", "next", columns=["history"], call=vector, output="vector", fill=False
+        workflow, model, tmp_path / "served", "next", columns=["history"], predict=vector, output="vector", fill=False
     )
     session = onnxruntime.InferenceSession(tmp_path / "served" / "next_model" / "1" / "model.onnx")
     asked = np.array([[5, 6, -1, -1, -1, -1], [2, 3, 4, 5, 6, 7], [9, -1, -1, -1, -1, -1]])

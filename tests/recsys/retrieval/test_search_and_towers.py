@@ -218,7 +218,7 @@ def workflow() -> Workflow:
 def build(workflow: Workflow, layers: list[int]) -> TwoTower:
     sizes = {name: vocabulary.size for name, vocabulary in workflow.vocabularies.items()}
     query, item = {"user": sizes["user"]}, {name: sizes[name] for name in ("movie", "genres")}
-    return TwoTower(query, item, embedding_dim=16, layers=layers)
+    return TwoTower(query, item, embedding_dim=16, mlp=layers)
 
 
 @pytest.mark.long("larger trainings")
@@ -275,7 +275,7 @@ def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path, lay
         return model.query(batch)
 
     ensemble = export_ensemble(
-        workflow, model, tmp_path / "repository", "query", columns=["user"], call=vector, output="vector", fill=False
+        workflow, model, tmp_path / "repository", "query", columns=["user"], predict=vector, output="vector", fill=False
     )
     assert ensemble.inputs == {"user": "string"}
     session = onnxruntime.InferenceSession(tmp_path / "repository" / "query_model" / "1" / "model.onnx")

@@ -814,10 +814,12 @@ def test_a_model_on_meta_is_not_replicated(sessions: Sessions) -> None:
 def test_warmup_decay_rises_and_falls(steps: int, parts: list[int], final: float, shape: str | float) -> None:
     warmup, start = parts
     if start >= steps:
-        with pytest.raises(ValueError, match="warmup <= start < steps"):
-            warmup_decay(steps, warmup=warmup, start=start)
+        with pytest.raises(ValueError, match="warmup <= decay_start < steps"):
+            warmup_decay(steps, warmup=warmup, decay_start=start)
         return
-    factors = [warmup_decay(steps, warmup=warmup, start=start, final=final, shape=shape)(i) for i in range(steps + 2)]
+    factors = [
+        warmup_decay(steps, warmup=warmup, decay_start=start, final=final, shape=shape)(i) for i in range(steps + 2)
+    ]
     up, level, down = factors[:warmup], factors[warmup : start + 1], factors[start:]
     assert up == [(i + 1) / warmup for i in range(warmup)]
     assert level == pytest.approx([1.0] * len(level))

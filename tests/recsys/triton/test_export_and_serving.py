@@ -175,7 +175,15 @@ def ensemble(workflow: Workflow, model: nn.Module, tmp_path_factory: pytest.Temp
     path = tmp_path_factory.mktemp("triton") / "repository"
     columns = [*CODES, "age", "kids"]
     return export_ensemble(
-        workflow, model, path, "ctr", columns=columns, call=click, output="click", backend="python", max_batch_size=512
+        workflow,
+        model,
+        path,
+        "ctr",
+        columns=columns,
+        predict=click,
+        output="click",
+        backend="python",
+        max_batch_size=512,
     )
 
 
@@ -587,7 +595,7 @@ def test_the_configuration_of_both_backends_fits_the_onnx_model(
     workflow.save(saved)
     path = tmp_path / "repository"
     columns = [*CODES, "age", "kids"]
-    export_ensemble(saved, model, path, "ctr", columns=columns, call=click, output="click", max_queue_delay=2e-3)
+    export_ensemble(saved, model, path, "ctr", columns=columns, predict=click, output="click", max_queue_delay=2e-3)
     configs = {}
     for one in ("ctr_preprocess", "ctr_model", "ctr"):
         configs[one] = text_format.Parse((path / one / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
@@ -726,7 +734,7 @@ def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) ->
         tmp_path / "served",
         "all",
         columns=columns,
-        call=everything,
+        predict=everything,
         output="click",
         backend="python",
         fill=False,

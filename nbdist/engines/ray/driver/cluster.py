@@ -230,7 +230,7 @@ class Cluster:
             link.gpus = list(itertools.islice(gpus, link.count))
 
     def _gpu_ids(self, places: Sequence[tuple[Any, int]]) -> list[str]:
-        """Return the GPUs that Ray has reserved with these bundles: a task in each bundle reads them, all at once."""
+        """Return the GPUs that Ray has reserved with the `bundles`: a task in each bundle reads them, all at once."""
         import ray
 
         if not self._options.gpus:

@@ -151,7 +151,7 @@ class Forwarding:
         shared.sent()
 
     async def _feed(self, key: str, shared: SharedSegment, links: Sequence[Link]) -> set[int]:
-        """Send a segment to the first of these nodes, which passes it on. Returns the nodes that it has not reached."""
+        """Send a segment to the first of the `nodes`, which passes it on. Returns the nodes that it has not reached."""
         first, below = links[0], plan(links[1:])
         under_way: collections.deque[asyncio.Future[Any]] = collections.deque()
         missed: set[int] = set()

@@ -49,7 +49,7 @@ def temporary_folder() -> str:
 
 
 def sessions(folder: str) -> str:
-    """Return the folder for Ray's sessions in `folder`, which is not that itself: Ray lets all users write to it."""
+    """Return the folder for Ray's sessions, a new one inside `folder`: Ray lets all users write to its folder."""
     return os.path.join(folder, "s")
 
 

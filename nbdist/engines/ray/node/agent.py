@@ -65,7 +65,7 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
     Args:
         address: The address of this node in the cluster.
-        path: The notebook's `sys.path`: what of it is here, too, holds.
+        path: The notebook's `sys.path`; the folders that exist on this node are used.
         cwd: The notebook's folder, which holds if it is here. None: the folder of the runtime environment holds.
         gpus: The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them.
     """
@@ -225,7 +225,7 @@ class Agent:
             self._add_event("answered", rank, message, about, within=within)
 
     def _notice(self) -> None:
-        """Send what was left out so far, as a number, and the last lines of it."""
+        """Send the number of lines that were left out so far, and the last of these lines."""
         for piece in self._output.notice():
             self._add_event("output", *piece)
 

@@ -29,7 +29,7 @@ class Output:
     """The output of a node's ranks.
 
     Args:
-        count: How many ranks there are.
+        count: The number of ranks.
     """
 
     def __init__(self, count: int) -> None:

@@ -16,7 +16,7 @@ class Questions:
     Args:
         ranks: The ranks of the node.
         first: The number of its first rank.
-        logs: What each of them has written.
+        logs: The output of each rank.
     """
 
     def __init__(self, ranks: LocalRanks, first: int, logs: Sequence[Log]) -> None:

@@ -23,19 +23,19 @@ class Categorify(Step):
     int64. If no training row has code 0 or 1, the rows of a table for them are not trained: see `fill_unknown`.
 
     Args:
-        *columns: Of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or list
-            have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
+        *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or
+            list have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
             "seen"))``.
-        min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
-            with one vocabulary name any.
+        min_count: The smallest number of rows for a value to be in the vocabulary. Or a mapping from columns to
+            numbers; of columns with a common vocabulary, name one.
         max_size: Codes that a column may have, null and unknown values included: the rarest values are left
-            out. None: any number. Or a mapping from columns to that.
-        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, their hash
-            decides, and what is known begins with code 1 + num_buckets. ``num_buckets=n, max_size=n + 1`` keeps no
-            vocabulary at all: then each value is hashed. Or a mapping from columns to that.
+            out. None: any number. Or a mapping from columns to numbers.
+        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, the hash
+            of a value decides, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
+            max_size=n + 1`` there is no vocabulary: each value is hashed. Or a mapping from columns to numbers.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -224,8 +224,10 @@ class Categorify(Step):
         return f"Categorify({groups}, {options})"
 
     def _each(self, what: str, value: Any, default: Any) -> dict[str, Any]:
-        """Return a value for each column, from one for all or from a mapping; columns with one vocabulary get the same
-        value."""
+        """Return the value of an option for each column, given one value for all columns, or a mapping.
+
+        Columns with a common vocabulary get the same value.
+        """
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.adds, value)
         for name in value:

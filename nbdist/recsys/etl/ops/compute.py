@@ -17,11 +17,11 @@ class Compute(Step):
     All expressions see the columns before the step.
 
     Args:
-        **columns: The expressions. They may not depend on other rows (`Workflow.fit` sees to that), nor be random,
-            nor hold Python functions.
+        **columns: The expressions, by the names of the new columns. They may not depend on other rows, which
+            `Workflow.fit` checks, nor be random, nor contain Python functions.
 
     Raises:
-        TypeError, ValueError: naming the column: no such expression.
+        TypeError, ValueError: A column is not computed by such an expression. The error names the column.
 
     Examples:
         >>> import polars as pl

@@ -20,12 +20,12 @@ class HashedCross(Step):
     be served.
 
     Args:
-        *columns: Two or more, of integers, strings, booleans or categoricals.
-        name: The new column.
+        *columns: Two or more columns of integers, strings, booleans or categoricals.
+        name: The name of the new column.
         num_buckets: The number of codes for combinations.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -16,7 +16,7 @@ class Drop(Step):
         *columns: Names of columns.
 
     Raises:
-        TypeError, ValueError: for what is no name, a name given twice, or none at all.
+        TypeError, ValueError: An argument is not a name, a name comes twice, or there is none.
 
     Examples:
         >>> import polars as pl

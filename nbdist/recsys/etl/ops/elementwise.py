@@ -14,7 +14,7 @@ from .step import State, Step, names_of, require
 
 
 class ColumnStep(Step):
-    """A step that replaces columns, each by a function of it, row by row.
+    """A step that applies a function to each value of some columns.
 
     A server uses the function of `triton/served/preprocess.py` with the name of its `kind`.
     """
@@ -62,7 +62,7 @@ class FillMissing(ColumnStep):
         value: The replacement; it must have the columns' type.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -90,7 +90,9 @@ class FillMissing(ColumnStep):
 
 
 class Log(ColumnStep):
-    """Replace numbers x by log(1 + x): for counts and prices with few very large values. float64, or float32 of it.
+    """Replace numbers x by log(1 + x): for counts and prices with few very large values.
+
+    The result is float64, or float32 if the column is.
 
     Args:
         *columns: Names of columns of numbers, at least 0; below -1 the result is NaN.
@@ -118,7 +120,7 @@ class Clip(ColumnStep):
         max_value: The maximum. None or inf: no maximum.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -173,10 +175,10 @@ class Bucketize(ColumnStep):
 
     Args:
         *columns: Names of columns of numbers.
-        boundaries: Rising.
+        boundaries: The boundaries between the ranges, in ascending order.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -210,11 +212,11 @@ class ListSlice(ColumnStep):
 
     Args:
         *columns: Names of columns of lists.
-        first: The number of first values to keep;
-        last: or from the back. One of the two.
+        first: The number of first values to keep. Give either `first` or `last`.
+        last: The number of last values to keep.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -30,7 +30,7 @@ class JoinGroupby(StatisticsStep):
     The new columns have names like ``<by>_count`` and ``<by>_<column>_<stat>``, such as "user_genre_price_mean".
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -22,12 +22,13 @@ class Join(Step):
 
     Args:
         table: A frame of polars or pandas, an Arrow table, a dict of columns, or Parquet files; held in memory.
-        on: The key, a column or several, in the rows as in the table, where integers may be of other types. In the
-            table each key occurs once; a null matches nothing.
+        on: The key: a column or several, of the rows and of the table; integers may have different types. In the table
+            each key occurs once; a null matches nothing.
         columns: Names of columns to add. None: all but the key.
 
     Raises:
-        FileNotFoundError, ValueError: naming file and column: not there, not Parquet, or a key that occurs twice.
+        FileNotFoundError, ValueError: A file or column is missing, a file is not Parquet, or a key occurs twice. The
+            error names file and column.
 
     Examples:
         >>> import polars as pl

@@ -70,7 +70,7 @@ class Normalize(_Scale):
         *columns: Names of columns of numbers or booleans.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -98,7 +98,7 @@ class NormalizeMinMax(_Scale):
         *columns: Names of columns of numbers or booleans.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

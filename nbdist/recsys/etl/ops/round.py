@@ -10,7 +10,7 @@ from .elementwise import ColumnStep
 class Round(ColumnStep):
     """Round numbers to a number of decimal places, halves to the even neighbor; integers stay.
 
-    Prices become equal that differ by less than anybody notices, and fewer codes are needed for them. A value x becomes
+    Prices that differ by very little become equal, so that they need fewer codes. A value x becomes
     the integer nearest to ``x * 10 ** decimals``, divided by ``10 ** decimals``; nulls, NaN and infinities stay.
 
     Args:
@@ -18,7 +18,7 @@ class Round(ColumnStep):
         decimals: Decimal places, 0 to 15.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -30,11 +30,11 @@ class Filter(RowStep):
     missing in a request.
 
     Args:
-        condition: A row for which it is null is left out. It may not depend on other rows, nor be random, nor hold
-            Python functions.
+        condition: The expression; rows for which it is null are left out. It may not depend on other rows, nor be
+            random, nor contain Python functions.
 
     Raises:
-        TypeError, ValueError: no such expression.
+        TypeError, ValueError: The condition is not such an expression.
 
     Examples:
         >>> import polars as pl
@@ -100,7 +100,7 @@ class DifferenceLag(RowStep):
     dates they are days (int64), for dates with times seconds (float64).
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -41,8 +41,8 @@ class StatisticsStep(Step):
         """Return the tables of some aggregates.
 
         Args:
-            more: Keys that are computed, and called as `key` calls them.
-            also: Called with each part of the rows, whose columns are called as `key` calls them.
+            more: Keys that are computed, with the names that `key` gives.
+            also: Called with each part of the rows, whose columns have the names that `key` gives.
         """
         computed = {expression.meta.output_name() for expression in more}
         keys = {name for one in aggregates.values() for name in one.keys if key(name) not in computed}

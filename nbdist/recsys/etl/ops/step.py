@@ -49,7 +49,8 @@ class Saved:
 
         Args:
             name: The name of a file in the folder itself.
-            columns: The columns that it must have, with their types; a type that is None may be any. None: any.
+            columns: The columns that the file must have, with their types; the type None allows any type. None: any
+                columns.
 
         Raises:
             ValueError: The name is a path, or the file is not a table with these columns.
@@ -146,7 +147,7 @@ class Step:
         """Return the columns after the step, given the `schema` before it.
 
         Raises:
-            ValueError: beginning with `where` and naming the column: it cannot be done.
+            ValueError: The step cannot be applied; the error begins with `where` and names the column.
         """
         raise NotImplementedError
 

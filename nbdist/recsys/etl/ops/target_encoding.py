@@ -38,14 +38,14 @@ class TargetEncoding(StatisticsStep):
         *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
             together, each combination as a category.
         target: The column whose mean is computed: numbers or booleans. Requests need not contain it.
-        folds: Into how many parts training rows are divided, at least 2.
-        smoothing: In rows, at least 0.
+        folds: The number of parts of the training rows, at least 2.
+        smoothing: The number of rows that the mean of all rows counts for, at least 0.
         seed: The seed of the folds.
 
     The new columns have names like ``TE_<columns>_<target>``, such as "TE_user_genre_label".
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -294,7 +294,7 @@ def with_nulls(values: Array, missing: Array) -> Array:
 
 def _check(name: str, values: Array, is_list: bool) -> None:
     if not is_list and values.dtype.kind != "f" and (values == markers(values)[1]).any():
-        raise ValueError(f"{name} has the value that stands for padding, which is for lists")
+        raise ValueError(f"{name} has the value that stands for padding, which only lists may have")
     if values.dtype == object:
         try:
             b"\0".join(values.ravel().tolist()).decode()

@@ -1,0 +1,111 @@
+"""Checks of the arguments of `fit`, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from .. import ranks
+from ..loader.base import Loader
+from ..metrics import AUC, LogLoss
+from ..parallel.protocol import Parallel
+from ..parallel.replicated import Replicated
+from .batch_loss import log_loss
+from .evaluation import Precision, check_metrics, check_precision
+from .snapshots import Snapshots
+
+
+def check_model(model: Any) -> None:
+    """Raise an error unless this is a rank, and the model can be trained."""
+    if not dist.is_initialized():
+        raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
+    if isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be what shard() or replicate() returns, got {type(model).__name__}")
+
+
+def check_options(
+    model: Parallel,
+    precision: Precision | None,
+    max_grad_norm: float | None,
+    gradient_accumulation_steps: int,
+    check: str | None,
+) -> None:
+    """Raise an error unless the options of the steps suit the model."""
+    if check not in (None, "nan"):
+        raise ValueError(f'`check` must be "nan" or None, got {check!r}')
+    check_precision(precision)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"`max_grad_norm` must be above 0, got {max_grad_norm}")
+    if model._fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
+        what = "max_grad_norm=" if max_grad_norm is not None else "gradient_accumulation_steps="
+        raise ValueError(
+            f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
+            "already: use shard(..., fused=False)"
+        )
+    if precision == "fp16" and not isinstance(model, Replicated):
+        raise ValueError(
+            '`precision` must be "bf16" or "fp32" for a model that is sharded, got "fp16": its tables would be updated '
+            "by scaled gradients. GPUs that TorchRec works on have bfloat16"
+        )
+
+
+def default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
+    """Return the metrics of click models. Raises `ValueError` if rows are evaluated and the loss is another one."""
+    if loss is not log_loss and valid is not None:
+        raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
+    return {"valid_loss": LogLoss(logits=True), "auc": AUC()}
+
+
+def check_run(
+    train: Loader,
+    valid: Loader | None,
+    counts: Mapping[str, int | None],
+    metrics: Mapping[str, Metric],
+    snapshots: Snapshots | None,
+) -> None:
+    """Raise an error unless counts, loaders, metrics and snapshots fit together."""
+    if (counts["steps"] is None) == (counts["epochs"] is None):
+        raise ValueError("give steps= or epochs=, one of the two")
+    for name, value in counts.items():
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise ValueError(f"`{name}` must be an integer, at least 1, got {value!r}")
+    check_metrics(metrics)
+    for name, loader in (("train", train), ("valid", valid)):
+        if loader is not None and not isinstance(loader, Loader):
+            raise TypeError(
+                f"{name} is a {type(loader).__name__}: a ParquetLoader or MemoryLoader is needed, which divides the "
+                "rows among the ranks and can be resumed. For others, write the loop yourself; evaluate() helps"
+            )
+    if valid is not None and valid.remainder == "drop":
+        raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
+    for name in ("patience", "eval_every"):
+        if counts[name] is not None and (valid is None or not metrics):
+            raise ValueError(f"`{name}` needs `valid` and a metric to go by")
+    if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
+        raise ValueError(
+            f"keep_best must be one of the metrics, {', '.join(metrics)}, and valid= must be given, "
+            f"got {snapshots.keep_best!r}"
+        )
+    by_patience = list(metrics)[-1] if counts["patience"] is not None else None
+    for option, chosen in (("keep_best", snapshots and snapshots.keep_best), ("patience", by_patience)):
+        if chosen and metrics[chosen].higher_is_better is None:
+            raise ValueError(
+                f"{option}= goes by {chosen!r}, and {type(metrics[chosen]).__name__} does not say whether more of it "
+                "is better: set higher_is_better of its class to True or False"
+            )
+
+
+def check_steps(loader: Loader) -> None:
+    """Raise `ValueError` if ranks have loaders of their own with different numbers of steps: they would wait for
+    ever."""
+    lengths = ranks.all_gather(len(loader))
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise ValueError(
+                f"the loader of rank 0 has {lengths[0]} steps and that of rank {rank} has {length}: with unequal parts "
+                "ranks would wait for one another for ever. Let one loader divide all rows, or make the parts equal"
+            )

@@ -1,0 +1,193 @@
+"""A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop.
+
+Inside a rank::
+
+    from nbdist.recsys.training import Snapshots, fit, warmup_decay
+
+    def predict(model, batch):
+        return model(keyed_jagged(batch, ["user", "movie"])), batch["liked"]
+
+    def train():
+        sharded = shard(Model(), batch_size=2048, dense_optimizer=torch.optim.Adam)  # or replicate(Model(), ...)
+        rows, valid = ParquetLoader("train/*.parquet", 2048, shuffle=True), ParquetLoader("valid/*.parquet", 8192)
+        history = fit(sharded, predict, rows, valid, steps=2000, log_every=200, schedule=warmup_decay(2000, warmup=200))
+        return history, sharded.gather()
+
+`fit` is optional: its parts (`evaluate`, loaders, metrics, `shard`) work in your own loop, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from ...devices import collective_device
+from ...numerics import nan
+from ..loader.base import Loader
+from ..parallel.protocol import Parallel
+from .arguments import check_model, check_options, check_run, check_steps, default_metrics
+from .batch_loss import log_loss
+from .captured import capturing
+from .display import RunDisplay
+from .evaluation import Precision, Predict
+from .history import History
+from .loop import Due, Loop
+from .run import Run
+from .schedule import Schedule, factor_of, scheduled
+from .snapshots import Snapshots
+
+
+def fit(
+    model: Parallel,
+    predict: Predict,
+    train: Loader,
+    valid: Loader | None = None,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    log_every: int | None = None,
+    eval_every: int | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = log_loss,
+    metrics: Mapping[str, Metric] | None = None,
+    schedule: Schedule | None = None,
+    max_grad_norm: float | None = None,
+    gradient_accumulation_steps: int = 1,
+    precision: Precision | None = None,
+    snapshots: Snapshots | None = None,
+    patience: int | None = None,
+    pipelined: bool | None = None,
+    captured: bool | None = None,
+    check: Literal["nan"] | None = None,
+    progress: bool = True,
+) -> History:
+    """Train a sharded or replicated model. All ranks must call it, with the same arguments.
+
+    The gradient of a step is the gradient of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot
+    that grow during the run; in a terminal, lines. The loaders are moved to the rank's device.
+
+    A resumed run ends with the same weights and history as one without interruption, except for `rows_per_second`: a
+    snapshot contains the model, the optimizer, the position in the epoch, and the random generators of each rank. The
+    learning rates depend on the step. Build the model and the loaders as for the first time, and pass the same
+    arguments.
+
+    A run can also resume on another number of ranks: the remaining rows of the epoch are divided among them, so that
+    each row still comes once. Use the batch size `batch_size // dist.get_world_size()` in the loader, so that a step
+    has as many rows as before: then the loss follows the same curve, within the noise of another order. On a cluster a
+    snapshot is also taken when a node is about to be taken away (`nbdist.preempted`).
+
+    A snapshot is taken before the evaluation of its step, which a resumed run makes up for: an evaluation that fails
+    costs no training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the history,
+    which says why.
+
+    Args:
+        model: The result of `shard` or `replicate`.
+        predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
+            weights, which metrics take, and the loss does not.
+        train: The loader of training rows, used from its current position on. It divides its rows among the ranks; or
+            it has each rank's own rows (`rank=0, world_size=1`), in the same number of steps on all ranks.
+        valid: The loader of rows to evaluate, all of them, each once: its remainder may not be "drop".
+        steps: The length of the training in steps. Give either `steps` or `epochs`.
+        epochs: The length of the training in epochs.
+        log_every: Steps from one record to the next. None: an epoch. There is also a record of the last step.
+        eval_every: Steps from one evaluation to the next. None: each record has an evaluation. Records without an
+            evaluation have the training loss alone.
+        loss: A function of predictions (float32) and targets, which returns the mean loss over the rows of a batch.
+        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
+        schedule: Function from a step of the run to the factor of the learning rates of tables and dense layers; see
+            `warmup_decay`. After the run, the optimizer has its full learning rates again.
+        max_grad_norm: The largest norm of all gradients of a step together, over ranks and tables; gradients with a
+            larger norm are scaled down. None: gradients are not scaled.
+        gradient_accumulation_steps: Batches of each rank that make a step: its gradient belongs to the mean loss over
+            the rows of all these batches. The last step of an epoch has the remaining batches. `log_every`
+            and other numbers of steps count such steps.
+        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16; torch chooses the operations
+            that stay in float32. "fp16" is for GPUs without bfloat16 (T4, V100, RTX 20) and for `replicate`: the loss
+            is scaled, so that small gradients do not vanish, and if gradients overflow on a rank, all ranks leave the
+            step out and halve the scale. "fp32" or None: without autocast.
+        snapshots: The folder and times of snapshots, and whether to resume.
+        patience: Stop when this number of evaluations in a row have not improved the last of the metrics.
+        pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
+            this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
+        captured: Whether steps are recorded as a CUDA graph and replayed, which takes a small model a tenth of the
+            time. It needs one rank with a GPU; a model of `replicate`; a loader whose columns are dense and fit on the
+            GPU, without `transform=` and `keyed=`; torch's SGD, Adagrad, Adam or AdamW (for tables with `sparse=True`,
+            SGD or Adagrad); and no `gradient_accumulation_steps`. `predict` and `loss` are called in some of the steps
+            only: they may do nothing but compute tensors, and may not wait for the GPU, as `.item()` and indexing by a
+            mask do. None: steps are recorded if that is possible, in runs of 100 steps or more. True: it is an error if
+            it is not possible.
+        check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the training before the step is
+            taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
+            all their columns. None: the option of the call (`in_ddp.options(check="nan")`) decides; without it, only
+            losses are checked.
+        progress: Whether rank 0 shows anything.
+
+    Returns:
+        The records of the run, on every rank.
+
+    Raises:
+        ValueError: Before anything is trained, for invalid arguments, loaders that `fit` cannot use, ranks with
+            different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`),
+            and snapshots that do not fit. With `captured=True`, if steps cannot be recorded; some reasons are found
+            after two steps only.
+        NotFinite: With `check="nan"`.
+        RuntimeError: Outside a process group.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]).squeeze(1), batch["liked"]
+        >>> def train():
+        ...     torch.manual_seed(1)
+        ...     x = torch.randn(400, 2)
+        ...     rows = {"x": x, "liked": x[:, 0] > torch.randn(400)}
+        ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+        ...     batches, valid = MemoryLoader(rows, 20, shuffle=True), MemoryLoader(rows, 200)
+        ...     return fit(model, predict, batches, valid, epochs=2, progress=False)
+        >>> in_ddp(2, train)
+        step    epoch    loss    valid_loss    auc    learning rate    rows/s
+          10     1.00  0...          0...    0...              0.1       ...
+          20     2.00  0...          0...    0...              0.1       ...
+    """
+    check_model(model)
+    metrics = default_metrics(loss, valid) if metrics is None else metrics
+    counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
+    check_run(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
+    check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check)
+    for loader in (train, valid):
+        if loader is not None:
+            loader.to(collective_device())
+            check_steps(loader)
+
+    def factor(step: int) -> float:
+        return 1.0 if schedule is None else factor_of(schedule, min(step, due.total - 1))
+
+    if pipelined is None:
+        pipelined = collective_device().type == "cuda"
+    pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
+    run = Run(model, predict, train, loss, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
+    resumed = run.restore(snapshots) if snapshots is not None else ""
+    log_every = log_every or run.steps_an_epoch
+    eval_every = eval_every or log_every
+    save_every = None if snapshots is None else snapshots.every or eval_every
+    due = Due(steps if steps is not None else run.steps_of(epochs or 0), log_every, eval_every, save_every)
+    show = progress and dist.get_rank() == 0
+    display = RunDisplay(run.history, due.total, list(metrics) if valid else []) if show else None
+    if display and resumed:
+        display.note(resumed)
+    run.checks = check is not None or nan.active() is not None
+    loop = Loop(run, due, valid=valid, metrics=metrics, snapshots=snapshots, patience=patience, display=display)
+    # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
+    with scheduled(model.optimizer, factor, run.step) as rates:
+        loop.begin()
+        loop.train(rates, capturing(run, captured, due.total - run.step, schedule is not None))
+    if display:
+        display.close(f"{run.step:,} steps{', stopped early' if loop.stopped else ''}")
+    return run.history
