@@ -188,7 +188,7 @@ def _least_free(device: torch.device, local: int) -> tuple[int, int]:
     return min((free // sharing[where], rank) for rank, (free, where) in enumerate(everyone))
 
 
-class _Chosen(Stats):  # type: ignore[misc]
+class _Chosen(Stats):
     """The options of the plan that a planner has made. Callbacks would give them from TorchRec 1.1 on."""
 
     def __init__(self) -> None:
