@@ -144,12 +144,23 @@ def use_imitated_gpus(session: nox.Session, about: dict[str, Any]) -> None:
     session.run("python", "tests/gpu/imitated", "-m", "pytest", "-q", "-p", "no:xdist", *tests)
 
 
+def shard(session: nox.Session, about: dict[str, Any]) -> None:
+    """Run the tests of sharding alone, or those that were asked for."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    build(session, about)
+    if not install_torchrec(session):
+        session.error("no TorchRec goes with this torch")
+    session.run("python", "-m", "pytest", "-p", "no:cacheprovider", *(session.posargs[1:] or SUITE["sharding"]))
+
+
 def add_session(name: str, about: dict[str, Any]) -> None:
     python = sys.executable if "over" in about else interpreter(about["python"])
 
     def run(session: nox.Session) -> None:
         if session.posargs[:1] == ["imitated"]:
             use_imitated_gpus(session, about)
+        elif session.posargs[:1] == ["sharding"]:
+            shard(session, about)
         else:
             check(session, name)
 

@@ -16,8 +16,10 @@ from .need import NewCells, main_namespace
 #: A class or module, the name of its attribute, and what the notebook has put there.
 Patch = tuple[type | types.ModuleType, str, Any]
 
-#: Modules in which what the notebook sets is no patch: a process's own hooks, and what IPython puts there.
-NO_LIBRARIES = {"__main__", "__mp_main__", "builtins", "sys"}
+#: Modules in which what the notebook sets is no patch. `sys` has much that is a process's own.
+NO_LIBRARIES = {"__main__", "__mp_main__", "sys"}
+#: What ranks have as cells have set it in `sys`.
+_OF_SYS = {"argv", "dont_write_bytecode", "excepthook", "tracebacklimit", "unraisablehook"}
 #: Packages whose settings have their own way, or that are nbdist's.
 _NEVER = {"torch", "matplotlib", "IPython", "ipykernel", "warnings", __name__.partition(".")[0]}
 _MISSING = object()
@@ -88,7 +90,7 @@ def _look_up(chain: Chain) -> Patch | None:
     """Return the attribute of a module or class that a chain of names leads to, with its current value."""
     owner: Any = main_namespace().get(chain[0])
     for place, name in enumerate(chain[1:], 1):
-        if not _may_be_patched(owner):
+        if not (_may_be_patched(owner) or (owner is sys and name in _OF_SYS)):
             return None
         value = vars(owner).get(name, _MISSING)
         last = place == len(chain) - 1

@@ -86,10 +86,20 @@ def globals_of(fn: types.FunctionType) -> Namespace:
     names = dict.fromkeys(globals_used(fn.__code__))
     names.update(dict.fromkeys(names_in_hints(fn.__annotations__)))
     found = {name: namespace[name] for name in names if name in namespace}
+    if "__subclasses__" in attributes_of(fn.__code__):
+        found.update(_subclasses(namespace))
     if "Out" in found and found["Out"] is shown():
         numbers = {number for code in _codes(fn.__code__) for number in code.co_consts if type(number) is int}
         found["Out"] = Outputs({number: found["Out"][number] for number in numbers & set(found["Out"])})
     return found
+
+
+def _subclasses(namespace: Namespace) -> Iterator[tuple[str, type]]:
+    """Yield the classes of a namespace that are derived from others of the same module."""
+    for name, value in list(namespace.items()):
+        module = text(value, "__module__") if is_a(value, type) else ""
+        if module == namespace.get("__name__") and any(text(base, "__module__") == module for base in value.__bases__):
+            yield name, value
 
 
 def globals_of_class(cls: type) -> Namespace:

@@ -6,8 +6,7 @@ import functools
 import re
 import sys
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..notebook.shell import shell
@@ -15,11 +14,14 @@ from .assigned import NO_LIBRARIES, Assigned, Patch
 from .foreign import contents, is_a, text
 from .names import importable
 from .need import main_namespace
+from .refusals import Refusals
 
 #: The attributes that name a class.
 _OF_A_CLASS = ("__module__", "__qualname__")
 #: Code that may put something into a class or module. Assignments to `self` do not.
-_MAY_PATCH = re.compile(r"@patch|patch_to|setattr\(|_accessor\(|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE)
+_MAY_PATCH = re.compile(
+    r"@patch|patch_to|setattr\(|_accessor\(|register_\w+|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE
+)
 
 
 class Patches:
@@ -31,12 +33,11 @@ class Patches:
         self._read = 0  # how many cells
         self._wary = False
         self._found: list[Patch] = []
-        self._refused: set[tuple[int, str]] = set()
+        self._refusals = Refusals()
         self._assigned = Assigned()
 
-    def find(self, refused: Callable[[Any], str]) -> list[Patch]:
-        """Yield the patches that can be sent; a warning names, once, each one that cannot. `refused` returns the
-        reason."""
+    def find(self) -> list[Patch]:
+        """Return the patches that can be sent; a warning names, once, each one that cannot."""
         now = getattr(shell(), "execution_count", 0), main_namespace().get("__file__")
         if now != self._looked:
             self._looked = now
@@ -46,9 +47,7 @@ class Patches:
         found = {(id(owner), name): (owner, name, value) for owner, name, value in (*holding, *self._assigned.find())}
         # A class that no import gives travels by value, with all that it has, or not at all.
         patches = [patch for patch in found.values() if not is_a(patch[0], type) or importable(patch[0])]
-        if not patches or not refused(patches):
-            return patches
-        return [patch for patch in patches if self._can_travel(patch, refused)]
+        return self._refusals.without(patches, _place)
 
     def _may_have(self) -> bool:
         cells = getattr(shell(), "user_ns", {}).get("_ih")
@@ -58,20 +57,10 @@ class Patches:
         self._wary = self._wary or any(_MAY_PATCH.search(cell) for cell in new)
         return self._wary
 
-    def _can_travel(self, patch: Patch, refused: Callable[[Any], str]) -> bool:
-        owner, name, value = patch
-        why = refused(value)
-        if not why:
-            return True
-        if (id(owner), name) not in self._refused:
-            self._refused.add((id(owner), name))
-            place = ".".join(text(owner, part) for part in (_OF_A_CLASS if is_a(owner, type) else ["__name__"]))
-            warnings.warn(
-                f"{place}.{name}, which the notebook has set, is not set in the ranks: {why}. "
-                f"Set it inside the function.",
-                stacklevel=2,
-            )
-        return False
+
+def _place(patch: Patch) -> str:
+    owner, name, _ = patch
+    return ".".join([*(text(owner, part) for part in (_OF_A_CLASS if is_a(owner, type) else ["__name__"])), name])
 
 
 def _search() -> Iterator[Patch]:
@@ -83,7 +72,9 @@ def _search() -> Iterator[Patch]:
                     yield module, attribute, value
     for cls in classes():
         if text(cls, "__module__") != "__main__":
-            yield from ((cls, name, value) for name, value in list(contents(cls).items()) if _is_own(value, main))
+            for name, value in list(contents(cls).items()):
+                if _is_own(value, main):
+                    yield cls, name, value
 
 
 def classes() -> Iterator[type]:
@@ -110,8 +101,7 @@ def _is_own(value: Any, main: dict[str, Any]) -> bool:
         return _is_of(value.fget, main) or _is_of(value.fset, main)
     if type(value) is functools.partialmethod:
         return _is_of(value.func, main)
-    if "pandas" not in sys.modules:
-        return False
-    # As pandas' CachedAccessor keeps it. Not getattr: what six puts into classes imports modules when it is asked.
-    accessor = None if is_a(value, type) else contents(value).get("_accessor")
-    return is_a(accessor, type) and text(accessor, "__module__") == "__main__"
+    # As the accessors of pandas keep it, and the namespaces of polars. Not getattr: what six puts into classes imports
+    # modules when it is asked.
+    held = () if is_a(value, type) else contents(value).values()
+    return any(is_a(one, type) and text(one, "__module__") == "__main__" for one in held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import codecs
+import contextvars
 import copyreg
 import functools
 import getpass
@@ -11,6 +12,7 @@ import importlib
 import sys
 import threading
 import types
+import uuid
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -100,14 +102,51 @@ def array_of_c_types(kind: type, length: int) -> Any:
     return kind * length  # type: ignore[operator]
 
 
+#: Context variables of notebooks, by numbers that all processes know.
+_variables: dict[str, contextvars.ContextVar[Any]] = {}
+_received: set[str] = set()
+
+
+def _reduce_context_variable(variable: contextvars.ContextVar[Any]) -> Reduction:
+    for module in list(sys.modules.values()):
+        if type(module) is types.ModuleType and module.__name__ != "__main__":
+            for name, value in list(vars(module).items()):
+                if value is variable:
+                    return getattr, (module, name)
+    number = next((key for key, known in _variables.items() if known is variable), None)
+    if number is None:
+        _variables[number := uuid.uuid4().hex] = variable
+    default = _values(contextvars.Context(), variable)
+    return _make_context_variable, (number, variable.name, default, _values(contextvars.copy_context(), variable))
+
+
+def _values(context: contextvars.Context, variable: contextvars.ContextVar[Any]) -> list[Any]:
+    try:
+        return [context.run(variable.get)]
+    except LookupError:
+        return []
+
+
+def _make_context_variable(number: str, name: str, default: list[Any], value: list[Any]) -> Any:
+    """Return the context variable of this number. One that another process has made has the value that it has there."""
+    if number not in _variables:
+        options = {"default": default[0]} if default else {}
+        _variables[number] = contextvars.ContextVar(name, **options)
+        _received.add(number)
+    if value and number in _received:
+        _variables[number].set(value[0])
+    return _variables[number]
+
+
 #: Everyday values that cloudpickle refuses or takes apart wrongly. A lock arrives unlocked, a cache and a thread's own
-#: values empty.
+#: values empty. A context variable has its value.
 BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
     type(threading.Lock()): lambda lock: (threading.Lock, ()),
     type(threading.RLock()): lambda lock: (threading.RLock, ()),
     threading.local: lambda local: (threading.local, ()),
     functools._lru_cache_wrapper: _reduce_lru_cache,
     memoryview: _reduce_view,
+    contextvars.ContextVar: _reduce_context_variable,
     codecs.CodecInfo: lambda info: (codecs.lookup, (info.name,)),
     weakref.ref: _reduce_weakref,
     weakref.WeakKeyDictionary: lambda d: (weakref.WeakKeyDictionary, (dict(d),)),

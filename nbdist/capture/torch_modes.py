@@ -105,6 +105,16 @@ _MODES = {
         lambda torch, on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
     ),
     "grad": _Mode(lambda torch: torch.is_grad_enabled(), lambda torch, on: torch.set_grad_enabled(on)),
+    "anomaly": _Mode(
+        lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda torch, value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    "warn always": _Mode(lambda torch: torch.is_warn_always_enabled(), lambda torch, on: torch.set_warn_always(on)),
+    "print options": _Mode(
+        lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
+        lambda torch, value: vars(torch._tensor_str.PRINT_OPTS).update(value),
+    ),
+    "mkldnn": _Mode(lambda torch: torch._C._get_mkldnn_enabled(), lambda torch, on: torch._C._set_mkldnn_enabled(on)),
     "autocast": _Mode(_read_autocast, _write_autocast),
     "cudnn": _Mode(lambda torch: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic), _write_cudnn),
     "sdp": _Mode(

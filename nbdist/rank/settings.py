@@ -14,15 +14,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..capture import torch_modes
+from ..capture import python_modes, torch_modes
+from ..capture.loggers import describe_handler, own_filters
 from ..capture.reading import Keep, Unreadable, read
-from ..capture.settings import SURROUNDINGS, current, describe_handler, pickle_setting, same
+from ..capture.refusals import pickle_setting
+from ..capture.registries import Entry, enter
+from ..capture.settings import SURROUNDINGS, current, same
 from ..devices import VISIBLE
 
 #: Empty while all is at its default: a library need not be imported for that.
-_OPTIONAL = ("patches", "pandas", "matplotlib")
-#: The default settings of a logger: level, disabled, propagate, handlers.
-_PLAIN: tuple[int, bool, bool, list[Any]] = (0, False, True, [])
+_OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars")
+#: The default settings of a logger: level, disabled, propagate, handlers, filters.
+_PLAIN: tuple[int, bool, bool, list[Any], list[Any]] = (0, False, True, [], [])
 
 _MISSING = object()
 
@@ -52,6 +55,7 @@ class Settings:
         self._before: dict[str, Any] = {}  # what options were that the notebook has set
         self._own: set[str] = set()  # variables of the environment that are the rank's own
         self._patched: dict[tuple[int, str], tuple[Any, Any]] = {}  # what is patched, and what was there
+        self._entered: list[Callable[[], object]] = []  # what takes the entries of registries out again
 
     def follow(self, settings: Mapping[str, bytes]) -> None:
         """Apply the changes since the last call of environment, folder and module path."""
@@ -125,18 +129,25 @@ class Settings:
             self._patched.setdefault((id(owner), name), (owner, vars(owner).get(name, _MISSING)))
             setattr(owner, name, own)
 
+    def _registries(self, value: Sequence[Entry]) -> None:
+        while self._entered:
+            self._entered.pop()()
+        self._entered += [enter(entry) for entry in value]
+
     def _logging(self, value: Any) -> None:
         disable, loggers = value
         if disable != logging.root.manager.disable:
             logging.disable(disable)
         known = self._last.get("logging", (0, {}))[1]
         for name in {*loggers, *self._loggers}:
-            level, disabled, propagate, handlers = settings = loggers.get(name, _PLAIN)
+            level, disabled, propagate, handlers, filters = settings = loggers.get(name, _PLAIN)
             if not handlers and name in known and same(known[name], settings):  # a handler has the rank's own stream
                 continue
             logger = logging.getLogger(name)
             logger.setLevel(level)
             logger.disabled, logger.propagate = disabled, propagate
+            before = own_filters(logger)
+            logger.filters[:] = [*filters, *(one for one in logger.filters if one not in before)]
             others = [handler for handler in logger.handlers if describe_handler(handler) is None]
             if handlers or others != logger.handlers:
                 for old in logger.handlers:
@@ -154,7 +165,9 @@ class Settings:
         importlib.import_module("numpy").set_printoptions(**value)
 
     def _numpy_errors(self, value: Any) -> None:
-        importlib.import_module("numpy").seterr(**value)
+        numpy, (states, called) = importlib.import_module("numpy"), value
+        numpy.seterr(**states)
+        numpy.seterrcall(called)
 
     def _pandas(self, value: Any) -> None:
         pandas = importlib.import_module("pandas")
@@ -168,6 +181,15 @@ class Settings:
             before = self._before.setdefault(f"matplotlib {key}", matplotlib.rcParams[key])
             matplotlib.rcParams[key] = value.get(key, before)
 
+    def _polars(self, value: str) -> None:
+        config = importlib.import_module("polars").Config
+        config.restore_defaults()
+        if value:
+            config.load(value)
+
+    def _python_modes(self, value: Any) -> None:
+        python_modes.write(value, self._last.get("Python") or python_modes.read(sys))
+
     def _torch_modes(self, value: Any) -> None:
         torch = importlib.import_module("torch")
         torch_modes.write(torch, value, self._last.get("torch") or torch_modes.read(torch))
@@ -178,15 +200,18 @@ class Settings:
         "module path": _path,
         "time zone": _zone,
         "patches": _patches,
+        "registries": _registries,
         "logging": _logging,
         "warnings": _warnings,
-        "recursion limit": lambda self, value: sys.setrecursionlimit(value),
+        "Python": _python_modes,
         "decimal": lambda self, value: decimal.setcontext(decimal.Context(*value)),
         "locale": lambda self, value: _set_locale(value),
         "numpy.printoptions": _numpy_print,
         "numpy.errstate": _numpy_errors,
         "pandas": _pandas,
         "matplotlib": _matplotlib,
+        "sklearn": lambda self, value: importlib.import_module("sklearn").set_config(**value),
+        "polars": _polars,
         "torch": _torch_modes,
     }
 
@@ -196,6 +221,8 @@ def _set_locale(name: str) -> None:
 
 
 def _handler(target: Any, level: int, formatter: Any, filters: Sequence[Any]) -> logging.Handler:
+    if isinstance(target, logging.Handler):  # of a class of the notebook
+        return target
     if isinstance(target, str):
         made: logging.Handler = logging.StreamHandler(getattr(sys, target))
     else:

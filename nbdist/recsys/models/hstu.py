@@ -21,7 +21,7 @@ class HSTU(NextItemModel):
     Args:
         items: The number of codes of items.
         column: The column of histories: lists of codes in the order of time. The table has the same name.
-        times: The column of the times of the items of the histories: lists of seconds since 1970, as long as the lists in
+        times: The column of the times of these items: lists of seconds since 1970, as long as the lists of
             `column`. None: only the order counts. `export_ensemble` takes no lists of numbers, so that a model with
             times cannot be exported.
         now: The column of the time for which the next item is asked, in seconds since 1970, in batches of `query`. A

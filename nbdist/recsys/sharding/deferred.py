@@ -36,6 +36,11 @@ class LookedUp(NamedTuple):
     """Shape (rows, columns): a leaf, which gets the gradient."""
 
 
+def counters(kernel: Any) -> list[Tensor]:
+    """Return FBGEMM's counters of a kernel's steps: from 1.1 on it has a second one, which stays on the CPU."""
+    return [kernel.iter, *([kernel.iter_cpu] if hasattr(kernel, "iter_cpu") else [])]
+
+
 class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
     """FBGEMM's tables of one rank, updated by `update` and not in the backward pass."""
 
@@ -110,10 +115,10 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
     @torch.no_grad()
     def update(self) -> None:
         """Update rows by their gradients as FBGEMM's kernels do. Rows without a gradient do not change."""
-        self.iter += 1
-        self.iter_cpu += 1
+        for counter in counters(self):
+            counter += 1
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
-        rate, args, step = self.learning_rate_tensor.item(), self.optimizer_args, int(self.iter_cpu)
+        rate, args, step = self.learning_rate_tensor.item(), self.optimizer_args, int(counters(self)[-1])
         for table, rows, gradient in self.gradients():
             weight = weights[table]
             if self.optimizer == EmbOptimType.EXACT_SGD:

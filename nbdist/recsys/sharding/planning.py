@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +18,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import (
-    HardwareConfig,
-    KernelConfig,
-    ParameterConstraints,
-    PlannerError,
-    TopologyFactory,
-    TrainerConfig,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from .bandwidth import Bandwidth, measure
@@ -122,25 +116,13 @@ class Planner:
     ) -> tuple[ShardingPlan, Plan]:
         """Plan for ranks that may use `memory` bytes each; `left` describes in the error the use of the other free
         bytes."""
-        on_gpu = self.device.type == "cuda"
-        caps = {"hbm_cap_bytes" if on_gpu else "ddr_cap_bytes": memory}
-        best: list[Any] = []
-
-        def note(options: list[Any]) -> list[Any]:
-            best.extend(options)
-            return options
-
+        chosen = _Chosen()
         planner = EmbeddingShardingPlanner(
-            topology=TopologyFactory.create_topology(
-                TrainerConfig(world_size=nranks, local_world_size=local, **caps),
-                _hardware(bandwidth, on_gpu, nranks, local),
-                KernelConfig(compute_device=self.device.type, use_hardware_based_bandwidth=True),
-            ),
+            topology=_topology(self.device.type, nranks, local, bandwidth, memory),
             batch_size=self.batch_size,
             constraints=constraints,
             storage_reservation=FixedPercentageStorageReservation(0.0),
-            stats=[],
-            callbacks=[note],
+            stats=[chosen],
         )
         try:
             plan = planner.plan(self.model, self.sharders)
@@ -158,7 +140,7 @@ class Planner:
                 "batches. Take more ranks, a strategy that splits the table, or more memory_bytes=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
-        return plan, self._to_look_at(best, nranks)
+        return plan, self._to_look_at(chosen.options, nranks)
 
     def _dense_bytes(self) -> int:
         """Return the bytes of all parameters outside tables: values, gradients, and two moments of an optimizer."""
@@ -206,14 +188,26 @@ def _least_free(device: torch.device, local: int) -> tuple[int, int]:
     return min((free // sharing[where], rank) for rank, (free, where) in enumerate(everyone))
 
 
-def _hardware(bandwidth: Bandwidth, on_gpu: bool, nranks: int, local: int) -> HardwareConfig:
-    """Convert to TorchRec's unit, bytes per millisecond."""
-    memory, ranks = bandwidth.memory / 1e3, bandwidth.ranks / 1e3
+class _Chosen(Stats):
+    """The options of the plan that a planner has made. Callbacks would give them from TorchRec 1.1 on."""
+
+    def __init__(self) -> None:
+        self.options: list[Any] = []
+
+    def log(self, *args: Any, best_plan: list[Any], **more: Any) -> None:
+        self.options = best_plan
+
+
+def _topology(device: str, nranks: int, local: int, bandwidth: Bandwidth, memory: int) -> Topology:
+    """Describe the machines to TorchRec, with bandwidths in its unit, bytes per millisecond."""
+    options: dict[str, Any] = {"inter_host_bw": bandwidth.ranks / 1e3}
     if nranks == local:  # it reckons that what all ranks add up goes over one network a rank
-        between = {"intra_host_bw": ranks, "inter_host_bw": ranks / local}
-    else:
-        between = {"inter_host_bw": ranks}
-    return HardwareConfig(**{"hbm_mem_bw" if on_gpu else "ddr_mem_bw": memory}, **between)
+        options = {"intra_host_bw": bandwidth.ranks / 1e3, "inter_host_bw": bandwidth.ranks / 1e3 / local}
+    kind = "hbm" if device == "cuda" else "ddr"
+    options |= {f"{kind}_mem_bw": bandwidth.memory / 1e3, f"{kind}_cap": max(1, memory)}  # 0: TorchRec's own number
+    if "created_by_factory" in inspect.signature(Topology).parameters:  # from 1.7 on, which warns of other topologies
+        options["created_by_factory"] = True
+    return Topology(world_size=nranks, compute_device=device, local_world_size=local, **options)
 
 
 def _bytes(storage: Any) -> int:

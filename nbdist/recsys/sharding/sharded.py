@@ -188,9 +188,11 @@ class Sharded:
         if optimizer:
             growth.pad_states(there, growing, folder)
             optimizers.set_state(dense, there, folder)
+            from .deferred import counters
+
             for kernel in kernels(self.optimizer):
-                kernel.iter.fill_(int(there["steps"]))
-                kernel.iter_cpu.fill_(int(there["steps"]))
+                for counter in counters(kernel):
+                    counter.fill_(int(there["steps"]))
 
     def _weights(self) -> dict[str, Any]:
         with no_future_warnings():

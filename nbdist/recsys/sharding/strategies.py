@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int
     rows, columns = table.config.num_embeddings, table.config.embedding_dim
     if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_STRATEGIES)}"
+    if strategy == "grid_shard" and importlib.util.find_spec("torchrec.distributed.sharding.grid_sharding") is None:
+        return "TorchRec 1.0 does not have it: take torch 2.6 or newer, with the TorchRec that goes with it"
     if strategy == "data_parallel":
         some = ", ".join(EVERYWHERE)
         return "" if optimizer in EVERYWHERE else f"copies of a table train with {some} only, not with {optimizer}"

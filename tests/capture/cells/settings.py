@@ -307,3 +307,285 @@ except AttributeError:
     pass
 else:
     raise AssertionError("patched")
+
+# %% registries of libraries
+import collections.abc
+import copyreg
+import numbers
+import pickle
+import pkgutil
+import shutil
+
+import torch
+import yaml
+from torch.utils import _pytree
+
+
+class Money:
+    def __init__(self, value=1):
+        self.value = value
+        self.lines = (line for line in ())  # cannot be pickled
+
+
+class Rows:
+    path = "rows"
+
+
+SIGN = "!"
+numbers.Number.register(Money)
+collections.abc.Sequence.register(Rows)
+copyreg.pickle(Money, lambda money: (Money, (money.value,)))
+yaml.SafeLoader.add_constructor("!sign", lambda loader, node: SIGN)
+shutil.register_archive_format("mine", lambda *args: SIGN)
+_pytree.register_pytree_node(Money, lambda money: ([money.value], None), lambda parts, context: Money(*parts))
+
+
+@pkgutil.iter_importer_modules.register(Rows)
+def _(importer, prefix=""):
+    return iter([(importer.path, False)])
+
+
+kept = Money(7)
+
+
+def fn():
+    return (
+        isinstance(kept, numbers.Number),
+        issubclass(Rows, collections.abc.Sequence),
+        pickle.loads(pickle.dumps(kept)).value,
+        yaml.safe_load("a: !sign x"),
+        [name for name, _ in shutil.get_archive_formats()],
+        _pytree.tree_leaves(kept),
+        list(pkgutil.iter_importer_modules(Rows())),
+    )
+
+
+try:
+    with Session(1) as session:
+        assert session.run(fn) == in_ddp(1, fn) == fn()
+        SIGN = "?"
+        shutil.unregister_archive_format("mine")
+        assert session.run(fn) == in_ddp(1, fn) == fn()
+        assert "mine" not in fn()[4] and fn()[3] == {"a": "?"}
+        yaml.SafeLoader.yaml_constructors.pop("!sign")
+        try:
+            session.run(fn)
+        except yaml.constructor.ConstructorError:
+            pass
+        else:
+            raise AssertionError("taken back")
+finally:
+    copyreg.dispatch_table.pop(Money, None)
+    _pytree.SUPPORTED_NODES.pop(Money, None)
+
+# %% an entry that cannot be sent
+import copyreg
+import warnings
+
+from nbdist import in_ddp
+
+
+class Stuck:
+    pass
+
+
+generator = (i for i in ())
+copyreg.pickle(Stuck, lambda stuck: next(generator))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    assert in_ddp(1, lambda: Stuck in copyreg.dispatch_table) is False
+    in_ddp(1, int)
+said = [str(one.message) for one in said if "copyreg" in str(one.message)]
+assert len(said) == 1 and said[0].startswith("copyreg.dispatch_table, which the notebook has set, is not set"), said
+copyreg.dispatch_table.pop(Stuck)
+
+# %% modes of Python
+import builtins
+import csv
+import gc
+import os
+import signal
+import sys
+import threading
+
+seen = []
+
+
+def note(*args):
+    seen.append(type(args[0]).__name__)
+
+
+def state():
+    mask = os.umask(0o077)
+    os.umask(mask)
+    seen.clear()
+    if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+    return (
+        mask,
+        [*seen],
+        gc.isenabled(),
+        gc.get_threshold(),
+        csv.field_size_limit(),
+        sys.getswitchinterval(),
+        sys.argv[1:] if sys.argv[0] == "mine" else None,
+        getattr(builtins, "of_the_cell", None),
+        str(signal.getsignal(signal.SIGUSR2)),
+    )
+
+
+kept = state(), sys.argv, signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2), threading.excepthook
+with Session(1) as session:
+    assert session.run(state) == state()
+    try:
+        os.umask(0o027)
+        gc.disable()
+        gc.set_threshold(900, 5, 5)
+        csv.field_size_limit(1 << 30)
+        sys.setswitchinterval(0.0625)
+        sys.argv = ["mine", "--rate", "3"]
+        builtins.of_the_cell = 5
+        signal.signal(signal.SIGUSR1, note)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        threading.excepthook = note
+        assert session.run(state) == in_ddp(1, state) == state() != kept[0]
+        assert in_ddp(1, lambda: of_the_cell + 1) == 6
+    finally:
+        os.umask(kept[0][0])
+        gc.enable()
+        gc.set_threshold(*kept[0][3])
+        csv.field_size_limit(kept[0][4])
+        sys.setswitchinterval(kept[0][5])
+        _, sys.argv, first, second, threading.excepthook = kept
+        signal.signal(signal.SIGUSR1, first)
+        signal.signal(signal.SIGUSR2, second)
+        del builtins.of_the_cell
+    assert session.run(state) == state() == kept[0]
+
+# %% loggers with filters, handlers and levels of the notebook
+import logging
+
+MARK = "marked"
+
+
+class Marks(logging.Filter):
+    def filter(self, record):
+        record.msg = f"{MARK} {record.msg}"
+        return "drop" not in record.msg
+
+
+class Printer(logging.Handler):
+    def emit(self, record):
+        print(record.levelname, record.getMessage())
+
+
+class Loud(logging.Logger):
+    def notice(self, text):
+        self.log(25, text)
+
+
+log = logging.getLogger("of_the_cell")
+log.setLevel(logging.INFO)
+log.propagate = False
+log.addHandler(Printer())
+log.addFilter(Marks())
+logging.addLevelName(25, "NOTICE")
+logging.setLoggerClass(Loud)
+
+
+def fn():
+    log.info("drop")
+    log.log(25, "text")
+    return type(logging.getLogger("a_new_one")).__name__
+
+
+with Session(1) as session:
+    assert session.run(fn) == "Loud"
+    printed.append("NOTICE marked text")
+    log.filters.clear()
+    logging.setLoggerClass(logging.Logger)
+    session.run(fn)
+    printed.extend(["INFO drop", "NOTICE text"])
+log.handlers.clear()
+
+# %% modes of torch, options of NumPy, polars and scikit-learn
+import numpy as np
+import polars as pl
+import sklearn
+import torch
+
+
+def state():
+    return (
+        str(torch.tensor([1 / 3])),
+        torch.is_anomaly_enabled(),
+        torch.is_warn_always_enabled(),
+        torch.backends.mkldnn.enabled,
+        np.geterrcall() is None,
+        str(pl.DataFrame({"a": [1 / 3]})),
+        sklearn.get_config()["assume_finite"],
+    )
+
+
+before = state()
+with Session(1) as session:
+    assert session.run(state) == before
+    try:
+        torch.set_printoptions(precision=2)
+        torch.autograd.set_detect_anomaly(True)
+        torch.set_warn_always(True)
+        torch.backends.mkldnn.enabled = False
+        np.seterrcall(lambda *args: None)
+        pl.Config.set_float_precision(1)
+        sklearn.set_config(assume_finite=True)
+        assert session.run(state) == in_ddp(1, state) == state()
+        assert not set(state()) & {*before} - {True, False}
+    finally:
+        torch.set_printoptions(profile="default")
+        torch.autograd.set_detect_anomaly(False)
+        torch.set_warn_always(False)
+        torch.backends.mkldnn.enabled = True
+        np.seterrcall(None)
+        pl.Config.restore_defaults()
+        sklearn.set_config(assume_finite=False)
+    assert session.run(state) == state() == before
+
+# %% namespaces of polars
+import polars as pl
+
+FACTOR = 2
+
+
+@pl.api.register_expr_namespace("of_the_cell")
+class Times:
+    def __init__(self, expression):
+        self.expression = expression
+
+    def times(self):
+        return self.expression * FACTOR
+
+
+assert in_ddp(1, lambda: pl.select(pl.lit(3).of_the_cell.times()).item()) == 6
+del pl.Expr.of_the_cell
+
+# %% context variables
+import contextvars
+
+rate, text = contextvars.ContextVar("rate", default=0.1), contextvars.ContextVar("text")
+
+
+def fn(change=0.0):
+    if change:
+        rate.set(change)
+    return rate.get(), text.get("none")
+
+
+with Session(1) as session:
+    assert session.run(fn) == in_ddp(1, fn) == fn() == (0.1, "none")
+    rate.set(0.5), text.set("here")
+    assert session.run(fn) == in_ddp(1, fn) == fn() == (0.5, "here")
+    assert session.run(fn, 0.75) == (0.75, "here") and rate.get() == 0.5
+    assert session.run(lambda: rate) is rate and rate.get() == 0.5

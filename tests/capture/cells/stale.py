@@ -1,9 +1,14 @@
 """Cells of test_stale_state.py."""
 
 # %% begin
+import builtins
+import contextvars
+import gc
 import importlib
 import logging
 import os
+import shutil
+import signal
 import string
 import sys
 import time
@@ -16,6 +21,8 @@ HOME = os.getcwd()
 sys.path.insert(0, HOME)
 sessions = [Session(1), Session(1)]
 capwords = string.capwords
+THRESHOLDS = gc.get_threshold()
+rate = contextvars.ContextVar("rate", default=1)
 
 
 def fresh(fn):
@@ -33,6 +40,13 @@ time.tzset()
 warnings.resetwarnings()
 getcontext().prec = 28
 logging.getLogger("state").setLevel(logging.NOTSET)
+logging.getLogger("state").filters.clear()
+vars(builtins).pop("of_state", None)
+gc.set_threshold(*THRESHOLDS)
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+shutil._ARCHIVE_FORMATS.pop("state", None)
+sys.argv = ["notebook"]
+rate.set(1)
 import own_state
 
 importlib.reload(own_state)
@@ -66,6 +80,13 @@ def answer():
         found.append("no error")
     except DeprecationWarning:
         found.append("an error")
+    found += [vars(builtins).get("of_state"), gc.get_threshold(), len(logging.getLogger("state").filters)]
+    found += [
+        str(signal.getsignal(signal.SIGUSR1)),
+        "state" in dict(shutil.get_archive_formats()),
+        sys.argv,
+        rate.get(),
+    ]
     return *found, own_state.RATE, own_state.OPTIONS
 
 

@@ -1,0 +1,56 @@
+"""Pickles of what the notebook has set, and warnings of what cannot be sent."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .pickler import Pickler
+
+T = TypeVar("T")
+
+#: Bytes that what the notebook has put into a module may have as a pickle: it goes along with each call.
+LARGEST = 1 << 20
+
+
+class Refusals:
+    """What the notebook has set and cannot be sent: each is named once."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def without(self, found: list[T], place: Callable[[T], str]) -> list[T]:
+        """Return those that can be sent. `place` returns the name of one for the warning."""
+        if not found or not _why_not(found):
+            return found
+        return [one for one in found if not self._refuses(one, place)]
+
+    def _refuses(self, one: T, place: Callable[[T], str]) -> bool:
+        why = _why_not(one)
+        if why and (name := place(one)) not in self._named:
+            self._named.add(name)
+            warnings.warn(
+                f"{name}, which the notebook has set, is not set in the ranks: {why}. Set it inside the function.",
+                stacklevel=2,
+            )
+        return bool(why)
+
+
+def _why_not(value: Any) -> str:
+    """Return the reason why a value cannot be set in ranks; empty if it can."""
+    pickled, _ = pickle_setting(value)
+    if pickled is None:
+        return "it cannot be sent"
+    return f"it has {len(pickled) / 1e6:.0f} MB" if len(pickled) > LARGEST else ""
+
+
+def pickle_setting(value: Any) -> tuple[bytes | None, set[str]]:
+    """Return the pickle of a setting, None if it cannot be pickled, and the modules that its reader imports."""
+    pickler = Pickler(io.BytesIO(), in_band=True)
+    try:
+        pickler.dump(value)
+    except Exception:
+        return None, set()
+    return pickler.file.getvalue(), pickler.modules
