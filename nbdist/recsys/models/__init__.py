@@ -3,6 +3,7 @@
 from .dcn import DCNv2
 from .deepfm import DeepFM
 from .dlrm import DLRM
+from .multi_task import PLE, MMoE
 from .sasrec import SASRec, padded
 from .softmax import draw_rows, softmax_logits
 from .tables import PooledTables, SequenceTables
@@ -12,6 +13,8 @@ __all__ = [
     "DLRM",
     "DCNv2",
     "DeepFM",
+    "MMoE",
+    "PLE",
     "PooledTables",
     "SASRec",
     "SequenceTables",

@@ -52,6 +52,8 @@ def hindrance(run: Run) -> str:
         return f"there are {dist.get_world_size()} ranks"
     if not isinstance(model, Replicated) or model.model is not model.module:
         return "the model is not one of `replicate`"
+    if model._raw is not None:
+        return "a table of raw ids grows"
     if isinstance(model._tables, CommonTables):
         return "tables are in memory that ranks share"
     if run.gradient_accumulation_steps > 1:

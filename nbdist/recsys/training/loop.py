@@ -189,6 +189,11 @@ def fit(
             '`precision` must be "bf16" or "fp32" for a model that is sharded, got "fp16": its tables would be updated '
             "by scaled gradients. GPUs that TorchRec works on have bfloat16"
         )
+    if precision == "fp16" and isinstance(model, Replicated) and model._raw is not None:
+        raise ValueError(
+            '`precision` must be "bf16" or "fp32" for a model with tables of raw ids, got "fp16": their gradients '
+            "would stay scaled"
+        )
     for loader in (train, valid):
         if loader is not None:
             loader.to(collective_device())
