@@ -11,10 +11,10 @@ from .two_tower import Tower, TwoTower
 
 __all__ = [
     "DLRM",
+    "PLE",
     "DCNv2",
     "DeepFM",
     "MMoE",
-    "PLE",
     "PooledTables",
     "SASRec",
     "SequenceTables",

@@ -106,9 +106,7 @@ class MMoE(_Tasks):
         """Return task → logits, shape (rows,)."""
         found = self.inputs(batch)
         experts = self.experts(found)
-        return {
-            task: self.towers[task](_mixed(experts, self.gates[task](found))).squeeze(1) for task in self.tasks
-        }
+        return {task: self.towers[task](_mixed(experts, self.gates[task](found))).squeeze(1) for task in self.tasks}
 
 
 class PLE(_Tasks):

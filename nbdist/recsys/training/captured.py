@@ -46,6 +46,10 @@ def hindrance(run: Run) -> str:
     train, model = run.train, run.model
     if why := no_gpu():
         return why
+    if not run.objective.simple:
+        return "there are several tasks, or weights of rows"
+    if run.each_step:
+        return "a callback has on_step"
     if run.checks:
         return "each step is checked (check=)"
     if dist.get_world_size() > 1:

@@ -22,11 +22,11 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
@@ -38,18 +38,16 @@ from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
 from ..parallel.protocol import Parallel
 from ..parallel.replicated import Replicated
+from .callbacks import Callback, Hooks
 from .captured import capturing
 from .display import RunDisplay
 from .evaluation import Precision, Predict, check_metrics, check_precision
 from .history import History
+from .logs import Logging, Logs, check_logs
+from .objective import ONLY, Loss, by_task, log_loss, objective
 from .run import Run
 from .schedule import Schedule, factor_of, scheduled
 from .snapshots import Snapshots
-
-
-def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean negative log likelihood of labels (0 or 1), of any dtype."""
-    return nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
 
 def fit(
@@ -62,8 +60,9 @@ def fit(
     epochs: int | None = None,
     log_every: int | None = None,
     eval_every: int | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] = log_loss,
-    metrics: Mapping[str, Metric] | None = None,
+    loss: Loss | Mapping[str, Loss] = log_loss,
+    metrics: Mapping[str, Metric] | Mapping[str, Mapping[str, Metric]] | None = None,
+    sample_weight: str | Mapping[str, str] | None = None,
     schedule: Schedule | None = None,
     max_grad_norm: float | None = None,
     gradient_accumulation_steps: int = 1,
@@ -73,6 +72,8 @@ def fit(
     pipelined: bool | None = None,
     captured: bool | None = None,
     check: Literal["nan"] | None = None,
+    log: Logs | None = None,
+    callbacks: Sequence[Callback] = (),
     progress: bool = True,
 ) -> History:
     """Train a sharded or replicated model. All ranks must call it, with the same arguments.
@@ -97,7 +98,7 @@ def fit(
     Args:
         model: The result of `shard` or `replicate`.
         predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
-            weights, which metrics take, and the loss does not.
+            weights, which metrics take, and the loss does not (see `sample_weight`).
         train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
             world_size=1`), which may be more on some ranks than on others, in equally many steps.
         valid: Evaluated as a whole, each row once: its remainder may not be "drop".
@@ -106,8 +107,15 @@ def fit(
         log_every: Steps from one record to the next. None: an epoch. The last step has one too.
         eval_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
             Otherwise those between have the training loss alone.
-        loss: A function of predictions (float32) and targets: the mean over the rows of a batch.
-        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
+        loss: A function of predictions (float32) and targets: the mean over the rows of a batch. With several tasks:
+            task → such a function; their sum is minimized, and `predict` returns a dict from task to predictions and
+            targets.
+        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels. With several tasks:
+            task → these; the history calls them "task/name".
+        sample_weight: A column of the batch with the weight of each row, or with booleans that choose rows; or task →
+            column, for labels that only some rows have. The loss is the mean by weight over the rows of all ranks, and
+            metrics go by the weights, too. Where weights are numbers, `loss` gets them as a third argument. None: each
+            row counts once.
         schedule: The factor of the learning rates of tables and dense layers; see `warmup_decay`. Asked for
             the steps of the run alone. After the run, the optimizer has its full learning rates again.
         max_grad_norm: The norm of all gradients together, over ranks and tables, that a step's gradients are scaled
@@ -133,6 +141,11 @@ def fit(
         check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the training before the step is
             taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
             all their columns. None: as the call (`in_ddp.options(check="nan")`); otherwise losses alone are checked.
+        log: Where rank 0 writes each record's numbers, too: "json_lines" (a file), "tensorboard" (a folder), "mlflow"
+            or "wandb"; or a dict from these names to a path, or to a dict of options for the library, such as
+            `{"json_lines": "run.jsonl", "wandb": {"project": "clicks"}}`. An active run of MLflow or Weights & Biases
+            is used, and left open.
+        callbacks: Objects of `Callback` whose hooks are called on every rank.
         progress: Whether rank 0 shows anything.
 
     Returns:
@@ -170,7 +183,10 @@ def fit(
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
     if isinstance(model, nn.Module):
         raise TypeError(f"`model` must be what shard() or replicate() returns, got {type(model).__name__}")
-    metrics = _default_metrics(loss, valid) if metrics is None else metrics
+    goal = objective(loss, sample_weight)
+    metrics, tasks = by_task(_default_metrics(goal.losses, valid) if metrics is None else metrics)
+    if valid is not None and (foreign := {*tasks.values()} - goal.losses.keys()):
+        raise ValueError(f"`metrics` and `loss` must have the same tasks, got metrics of {min(foreign)!r} alone")
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
     _check(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
     check_precision(precision)
@@ -194,6 +210,9 @@ def fit(
             '`precision` must be "bf16" or "fp32" for a model with tables of raw ids, got "fp16": their gradients '
             "would stay scaled"
         )
+    logs = check_logs(log)
+    logging = Logging(logs if dist.get_rank() == 0 else {})
+    hooks = Hooks([*callbacks, logging])
     for loader in (train, valid):
         if loader is not None:
             loader.to(collective_device())
@@ -205,7 +224,7 @@ def fit(
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
     pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
-    run = Run(model, predict, train, loss, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
+    run = Run(model, predict, train, goal, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
     log_every = log_every or run.steps_an_epoch
     eval_every = eval_every or log_every
     resumed = run.restore(snapshots) if snapshots is not None else ""
@@ -222,13 +241,15 @@ def fit(
 
     def record() -> bool:
         """Add the records that are due after the last step to the history; return whether training is to stop."""
+        told = False
         evaluated = run.step % eval_every == 0 or run.step == total
         if not run.recorded and (evaluated or run.step % log_every == 0):
-            run.record(valid if evaluated else None, metrics)
+            run.record(valid if evaluated else None, metrics, tasks)
+            told = hooks.record(run.history[-1])
         if snapshots and snapshots.keep_best and evaluated and _improved(run.history, metrics, snapshots.keep_best):
             run.snapshot(snapshots)
             snapshots._mark_best(run.step)
-        return _stale(run.history, metrics, patience)
+        return told or _stale(run.history, metrics, patience)
 
     def next_stop(step: int) -> int:
         """Return the next step after which other work than training is due."""
@@ -241,6 +262,9 @@ def fit(
         return step == total or any(step % every == 0 for every in each)
 
     upcoming: list[tuple[int, Any]] = []
+    schedules.callback(logging.close)
+    run.each_step = hooks.each_step
+    hooks.start(model, run.history)
     stopped = record() if run.step else False
     if display and run.step and run.recorded:
         display.update()
@@ -261,6 +285,7 @@ def fit(
                 alone = warned or run.ends_epoch(group) or pauses(run.step + 1)
                 upcoming = next(groups) if pipelined and not alone else []
                 run.train_on(group, upcoming[0] if upcoming else None)
+            hooks.step(run.step)
             if snapshots:
                 due = run.step == total or run.step % (snapshots.every or eval_every) == 0
                 warned = warned or (not saved and preempted())
@@ -276,6 +301,7 @@ def fit(
                 display.update() if run.recorded else display.progress(run.step, first)
             rates.last_epoch = run.step - first - 1  # some steps may have been taken at once
             _step_rates(rates)
+        hooks.end(run.history)
     if display:
         display.close(f"{run.step:,} steps{', stopped early' if stopped else ''}")
     return run.history
@@ -324,10 +350,11 @@ def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None
     return bool(values) and len(values) - 1 - values.index(max(values)) >= patience
 
 
-def _default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
-    if loss is not log_loss and valid is not None:
+def _default_metrics(losses: Mapping[str, Loss], valid: Loader | None) -> Mapping[str, Any]:
+    if any(one is not log_loss for one in losses.values()) and valid is not None:
         raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
-    return {"valid_loss": LogLoss(logits=True), "auc": AUC()}
+    found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in losses}
+    return found.get(ONLY, found)
 
 
 def _check(
