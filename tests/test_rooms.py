@@ -57,7 +57,7 @@ MAY: dict[str, set[str]] = {
     "recsys.recommenders": {
         *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
     },
-    "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
+    "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks", "recsys.raw_ids"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.
 SERVED = "recsys.triton.served"

@@ -99,6 +99,7 @@ class PooledTables(nn.Module):
         if mode not in ("mean", "sum"):
             raise ValueError(f"`mode` must be 'mean' or 'sum', got {mode!r}")
         self.mode, self.tables = mode, _describe(cardinalities, embedding_dim, init)
+        self._raw = {name for name, size in cardinalities.items() if isinstance(size, RawIds)}
         self.embedding_bags = nn.ModuleDict(
             {
                 name: RawTable(embedding_dim, size, device)
@@ -119,7 +120,7 @@ class PooledTables(nn.Module):
         bag: Any
         for name, bag in self.embedding_bags.items():
             ids = ids_of(batch, name)
-            if isinstance(bag, RawTable):
+            if name in self._raw:
                 found.append(self._pooled(bag, ids))
             elif isinstance(ids, Ragged):
                 values = _index(ids.values)
@@ -128,7 +129,7 @@ class PooledTables(nn.Module):
                 found.append(nn.functional.embedding(_index(ids), bag.weight))
         return torch.cat(found, dim=1)
 
-    def _pooled(self, table: RawTable, ids: Column) -> Tensor:
+    def _pooled(self, table: nn.Module, ids: Column) -> Tensor:
         """Return a vector for each row of a column of raw ids."""
         if not isinstance(ids, Ragged):
             return table(ids)  # type: ignore[no-any-return]

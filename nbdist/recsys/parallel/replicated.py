@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...devices import collective_device
 from ...shm.process_group import shared_group
-from ..raw_ids.table import ROWS_STATE
 from . import buffers, checkpoint, growth, raw_files
 from . import optimizer_state as optimizers
 from .common_tables import CommonTables, sparse_tables
@@ -139,7 +138,7 @@ class Replicated:
         found = dict(states.get_model_state_dict(self.model))
         if self._raw is None:
             return found
-        of_rows = {f"{path}.{name}".lstrip(".") for path in self._raw.tables for name in ROWS_STATE}
+        of_rows = {f"{path}._extra_state".lstrip(".") for path in self._raw.tables}
         return {key: value for key, value in found.items() if key not in of_rows}
 
     def _named(self) -> optimizers.Named:

@@ -11,7 +11,7 @@ from .counted import CountedIds, grown
 from .mixing import initial_rows, mixed, uniform
 from .options import RawIds
 
-ROWS_STATE = ("ids", "weight", "counts", "last", "waiting_ids", "waiting_counts", "waiting_last", "batches")
+_STATE = ("ids", "weight", "counts", "last", "waiting_ids", "waiting_counts", "waiting_last", "batches")
 """The tensors of `rows_state`."""
 
 
@@ -148,7 +148,7 @@ class RawTable(nn.Module):
             *(self.waiting.map.ids_of(waiting), self.waiting.counts(waiting), self.waiting.last(waiting)),
             torch.tensor(self.batches),
         )
-        return dict(zip(ROWS_STATE, found, strict=True))
+        return dict(zip(_STATE, found, strict=True))
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -158,23 +158,27 @@ class RawTable(nn.Module):
 
     def add_state(self, state: dict[str, Tensor]) -> Tensor:
         """Add the rows of a `rows_state`, and return their rows here."""
-        ids, weight, counts, last, *waiting, batches = (state[name].to(self.weight.device) for name in ROWS_STATE)
+        ids, weight, counts, last, *waiting, batches = (state[name].to(self.weight.device) for name in _STATE)
         self.batches = max(self.batches, int(batches))
         self.waiting.add(*waiting)
         return self.put(Records(ids, counts, last), weight)
 
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """Return what `state_dict` has of the rows: these alone, not the room for others in `weight`."""
+        return self.rows_state()
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Replace the rows by those of a `state_dict`."""
+        self.clear()
+        self.add_state(state)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination |= {prefix + name: value for name, value in self.rows_state().items()}
+        del destination[f"{prefix}weight"]
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        state = {name: state_dict[prefix + name] for name in ROWS_STATE if prefix + name in state_dict}
-        others = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in ROWS_STATE}
-        if len(state) == len(ROWS_STATE):
-            self.clear()
-            self.add_state(state)
-            others[prefix + "weight"] = self.weight.detach()  # it is there already
-        super()._load_from_state_dict(others, prefix, local_metadata, *rest)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        own = {f"{prefix}weight": self.weight.detach()}  # the rows come with the extra state
+        super()._load_from_state_dict({**state_dict, **own}, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
