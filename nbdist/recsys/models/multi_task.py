@@ -75,7 +75,7 @@ class MMoE(_Tasks):
         device: The device of the tables.
 
     Raises:
-        ValueError: A task has no name, or that of another one.
+        ValueError: A task has no name, or two tasks have one name.
 
     Examples:
         >>> import torch
@@ -125,7 +125,7 @@ class PLE(_Tasks):
         device: The device of the tables.
 
     Raises:
-        ValueError: A task has no name, or that of another one.
+        ValueError: A task has no name, or two tasks have one name.
 
     Examples:
         >>> import torch

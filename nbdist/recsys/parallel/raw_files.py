@@ -93,7 +93,7 @@ def gather(tables: RawTables) -> dict[str, dict[str, Tensor]] | None:
 
 
 def _collected(tables: RawTables, value: Tensor) -> Tensor | None:
-    """Return the rows of all ranks on rank 0's CPU, each rank's after those of the one before."""
+    """Return the rows of all ranks on rank 0's CPU, rank after rank."""
     if not value.ndim:
         return value.cpu()
     device = tables.device

@@ -244,7 +244,9 @@ def replicate(
     apart = {*sparse, *(raw.parameters if raw is not None else ())}
     if not alone and any(parameter.requires_grad and name not in apart for name, parameter in model.named_parameters()):
         if apart:
-            of_root = {f".{name}" for name in apart if "." not in name}  # as torch calls those of the model itself
+            of_root = {
+                f".{name}" for name in apart if "." not in name
+            }  # torch's names where the model itself is a table
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*apart, *of_root])
         parallel = DistributedDataParallel(
             model,

@@ -86,7 +86,7 @@ def lowest(keys: Tensor, ids: Tensor, count: int) -> Tensor:
 
 
 def grown(tensor: Tensor, rows: int, value: float = 0) -> Tensor:
-    """Return a tensor with at least so many rows, of which new ones have one value."""
+    """Return a tensor with at least `rows` rows; new ones have the value `value`."""
     if len(tensor) >= rows:
         return tensor
     return torch.cat([tensor, tensor.new_full((rows - len(tensor), *tensor.shape[1:]), value)])

@@ -145,7 +145,7 @@ class IdMap:
             numbers = torch.arange(len(ids), device=ids.device)
             begins = torch.ones_like(bucket, dtype=torch.bool)
             begins[1:] = bucket[1:] != bucket[:-1]
-            place = numbers - torch.where(begins, numbers, 0).cummax(0).values  # among those of its bucket
+            place = numbers - torch.where(begins, numbers, 0).cummax(0).values  # among the new ids of its bucket
             free = self._buckets[bucket, _WIDTH:] < 0
             chosen = free & (free.cumsum(1) == place[:, None] + 1)
             fits = chosen.any(1)

@@ -168,7 +168,7 @@ class RawTable(nn.Module):
         return self.rows_state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the rows by those of a `state_dict`."""
+        """Replace the rows by the rows in a `state_dict`."""
         self.clear()
         self.add_state(state)
 

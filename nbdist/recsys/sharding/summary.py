@@ -40,7 +40,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parameters of a model. A notebook shows them as a table, and a rank can return them like any value."""
+    """The parameters of a model. A notebook shows them as a table, and a rank can return them like any value.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.sharding import summary
+        >>> parameters = summary(torch.nn.Linear(8, 2))
+        >>> parameters.bytes
+        72
+        >>> parameters.frame[["name", "bytes"]]
+             name  bytes
+        0  weight     64
+        1    bias      8
+    """
 
     parts: tuple[Part, ...]
 

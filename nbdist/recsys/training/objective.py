@@ -22,7 +22,19 @@ ONLY = ""
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the mean negative log likelihood of labels (0 or 1), of any dtype, by the weights of the rows."""
+    """Return the mean negative log likelihood of labels, by the weights of the rows.
+
+    Args:
+        logits: Shape (rows,).
+        labels: 0 or 1, of any dtype.
+        weights: Numbers above 0. None: 1 for each row.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.training import log_loss
+        >>> log_loss(torch.tensor([0.0, 9.0]), torch.tensor([True, False]), torch.tensor([1.0, 0.0]))
+        tensor(0.6931)
+    """
     labels = labels.to(logits.dtype)
     if weights is None:
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)

@@ -201,7 +201,7 @@ class Run:
         return bool(len(self.history)) and self.history[-1].step == self.step
 
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric], tasks: Mapping[str, str]) -> None:
-        """Add to the history the training since the last record, and an evaluation; `tasks` are those of metrics."""
+        """Add to the history the training since the last record, and an evaluation; `tasks` has the task of each metric."""
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=sums.device)

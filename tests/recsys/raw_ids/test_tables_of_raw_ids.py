@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_table_is_refused(sessions: Sessions, tmp_path: 
 
 
 def given_up(ids: torch.Tensor) -> bool:
-    """In a rank: gradients that zero_grad gives up change nothing; those of two calls without it add up."""
+    """In a rank: gradients that zero_grad gives up change nothing."""
     one, other = (replicate(RawTable(3, RawIds()), OPTIMIZERS["momentum"]) for _ in range(2))
     for set_to_none in (True, False):
         one.optimizer.zero_grad(set_to_none=set_to_none)

@@ -1,4 +1,4 @@
-"""Several tasks, weights of rows and masks: the gradients, losses and metrics are those of all rows of all ranks."""
+"""Several tasks, weights of rows and masks: the gradients, losses and metrics belong to all rows of all ranks."""
 
 from __future__ import annotations
 
