@@ -1,4 +1,4 @@
-"""Training with a table of raw ids at 90 % of its capacity, compared with `nn.Embedding(sparse=True)` with as many rows.
+"""Training with a table of raw ids at 90 % of its capacity, compared with `nn.Embedding(sparse=True)`.
 
 Both are `replicate`'s, trained by Adagrad on the same ids, and take turns of some steps in the same ranks. A part of
 the ids is new in each step: the table admits them and evicts others.

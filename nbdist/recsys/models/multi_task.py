@@ -33,7 +33,7 @@ def _mixed(experts: Tensor, gate: Tensor) -> Tensor:
 
 
 class _Tasks(nn.Module):
-    """What both models have: the columns' vectors, and layers of each task over what its gate has mixed."""
+    """The parts of both models: the columns' vectors, and layers of each task over its mixture of experts."""
 
     def __init__(
         self,

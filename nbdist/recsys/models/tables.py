@@ -36,7 +36,7 @@ class Table:
 
 
 Cardinality: TypeAlias = int | RawIds
-"""How many codes a column has; or that it has raw ids, and what becomes of them."""
+"""The number of a column's codes; or the options of its raw ids."""
 
 
 def _describe(

@@ -23,7 +23,7 @@ _OPTIMIZERS = (
     *(torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
 )
-"""Those whose state of a number begins with 0, or, for Adagrad, with one of its options."""
+"""Optimizers whose state of a number begins with 0, or, for Adagrad, with one of its options."""
 _MAP_BYTES = 80
 """Bytes of the map and the counts of a row, about."""
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 Score: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""How often each id occurred, and how many batches ago it did last, int64, shape (n,) both → a number for each, shape
+"""Counts of occurrences, and batches since the last one, of some ids, int64, shape (n,) both → a number for each, shape
 (n,): ids with the smallest are evicted first."""
 
 
@@ -47,13 +47,13 @@ class RawIds:
     capacity_bytes: int | None = None
     """The same in bytes of weights, the optimizer's state, and the map of ids."""
     admit_after: int = 1
-    """How often an id must have occurred to get a row: it has one from the batch on in which it does."""
+    """Occurrences after which an id has a row, from the batch of the last of them on."""
     admit_probability: float = 1.0
     """Chance of an id to get a row each time that it occurs, from `admit_after` on. It follows from the id and the
     number of the batch, so that it is the same on any number of ranks."""
     evict: Literal["lru", "lfu"] | Score = "lru"
-    """Which rows are evicted first: those whose id occurred the longest ago, the least often, or a function's choice.
-    Of equals, those whose id occurred the longest ago."""
+    """The rows that are evicted first: ids that occurred the longest ago, the least often, or a function's choice.
+    Of equals, the one that occurred the longest ago."""
     time_to_live: int | None = None
     """Batches after which an id that did not occur is evicted; they are looked for eight times in that time."""
     unknown: Literal["zeros", "learned"] = "zeros"

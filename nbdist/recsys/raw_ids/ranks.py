@@ -13,7 +13,7 @@ from .table import RawTable
 
 
 class _Route(NamedTuple):
-    """How the ids of a look-up went to the ranks with their rows."""
+    """The way of the ids of a look-up to the ranks with their rows."""
 
     order: Tensor
     """The order in which they were sent."""

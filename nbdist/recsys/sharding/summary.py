@@ -34,8 +34,8 @@ class Part:
     bytes: int
     """Bytes of the numbers, once, without the optimizer's state."""
     strategy: str
-    """Where ranks have it: a sharding strategy, "copied", "shared" (once in the memory of a machine), or, for a table
-    of raw ids, "row_wise"; empty for a plain module."""
+    """Its place on ranks: a sharding strategy, "copied", "shared" (once in the memory of a machine), or, for a table of
+    raw ids, "row_wise"; empty for a plain module."""
 
 
 @dataclass(frozen=True)

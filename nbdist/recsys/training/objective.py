@@ -1,4 +1,4 @@
-"""What a training minimizes: a loss of one task or of several, and the weights of rows."""
+"""The objective of a training: a loss of one task or of several, and the weights of rows."""
 
 from __future__ import annotations
 

@@ -201,7 +201,13 @@ class Run:
         return bool(len(self.history)) and self.history[-1].step == self.step
 
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric], tasks: Mapping[str, str]) -> None:
-        """Add to the history the training since the last record, and an evaluation; `tasks` has the task of each metric."""
+        """Add to the history the training since the last record, and an evaluation.
+
+        Args:
+            valid: The rows of the evaluation. None: without one.
+            metrics: Name → metric.
+            tasks: Name → the task of the metric.
+        """
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=sums.device)

@@ -73,7 +73,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class Expected:
-    """What becomes of the ids of batches, by the words of `RawIds`."""
+    """The ids that have rows after some batches, by the words of `RawIds`."""
 
     def __init__(self, options: RawIds) -> None:
         self.options, self.batches = options, 0
