@@ -44,16 +44,24 @@ MAY: dict[str, set[str]] = {
     "recsys.loader": {"recsys.io", "recsys.ranks"},
     "recsys.etl": {"recsys.io", "recsys.ranks"},
     "recsys.metrics": {"recsys.loader", "recsys.ranks"},
-    "recsys.models": {"recsys.loader"},
+    "recsys.raw_ids": set(),
+    "recsys.models": {"recsys.loader", "recsys.raw_ids"},
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
-    "recsys.parallel": {"shm"},
-    "recsys.sharding": {"shm", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
+    "recsys.parallel": {"shm", "recsys.raw_ids"},
+    "recsys.sharding": {
+        "shm",
+        "recsys.loader",
+        "recsys.models",
+        "recsys.parallel",
+        "recsys.raw_ids",
+        "recsys.versions",
+    },
     "recsys.training": {"numerics", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
     "fastai": {"shm", "recsys.loader", "recsys.parallel"},
     "recsys.recommenders": {
         *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
     },
-    "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
+    "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks", "recsys.raw_ids"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.
 SERVED = "recsys.triton.served"

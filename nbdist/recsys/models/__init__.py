@@ -4,6 +4,7 @@ from .dcn import DCNv2
 from .deepfm import DeepFM
 from .dlrm import DLRM
 from .hstu import HSTU
+from .multi_task import PLE, MMoE
 from .next_item import padded
 from .sasrec import SASRec
 from .softmax import draw_rows, softmax_logits
@@ -13,8 +14,10 @@ from .two_tower import Tower, TwoTower
 __all__ = [
     "DLRM",
     "HSTU",
+    "PLE",
     "DCNv2",
     "DeepFM",
+    "MMoE",
     "PooledTables",
     "SASRec",
     "SequenceTables",

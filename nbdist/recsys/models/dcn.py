@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..loader.columns import Columns
 from .features import Features, linear_layers
+from .tables import Cardinality
 
 
 class DCNv2(nn.Module):
@@ -18,8 +19,8 @@ class DCNv2(nn.Module):
     This is the paper's stacked form: each cross layer adds one order to the products.
 
     Args:
-        cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
-            vectors.
+        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it; a
+            list is the mean of its vectors.
         dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         crosses: The number of cross layers.
@@ -42,7 +43,7 @@ class DCNv2(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         dense_features: Sequence[str] = (),
         *,
         embedding_dim: int = 64,

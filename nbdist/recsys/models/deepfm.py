@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..loader.columns import Columns
 from .features import Features, linear_layers
+from .tables import Cardinality
 
 
 class DeepFM(nn.Module):
@@ -18,8 +19,8 @@ class DeepFM(nn.Module):
     embedding, and not a table of its own: TorchRec cannot shard a table with a single column.
 
     Args:
-        cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
-            vectors.
+        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it; a
+            list is the mean of its vectors.
         dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         top_mlp: Widths of the layers over the embeddings.
@@ -38,7 +39,7 @@ class DeepFM(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         dense_features: Sequence[str] = (),
         *,
         embedding_dim: int = 64,

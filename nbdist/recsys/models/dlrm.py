@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..loader.columns import Columns
 from .features import Features, linear_layers
+from .tables import Cardinality
 
 
 class DLRM(nn.Module):
@@ -17,8 +18,8 @@ class DLRM(nn.Module):
     The products, and that vector, go through layers.
 
     Args:
-        cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
-            vectors.
+        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it; a
+            list is the mean of its vectors.
         dense_features: Columns of numbers, one per row, such as `etl.Log` leaves them. Without any, there are products
             of embeddings alone.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
@@ -57,7 +58,7 @@ class DLRM(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         dense_features: Sequence[str] = (),
         *,
         embedding_dim: int = 64,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..loader.columns import Columns
-from .tables import PooledTables
+from .tables import Cardinality, PooledTables
 
 
 class Features(nn.Module):
     """The columns of a batch that a click model uses.
 
     Args:
-        cardinalities: Column of codes → how many there are. A list is the mean of its vectors.
+        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. A list is the mean of its vectors.
         dense_features: Columns of numbers.
         embedding_dim: Columns of each table.
         device: The device of the tables.
@@ -27,7 +27,7 @@ class Features(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         dense_features: Sequence[str],
         embedding_dim: int,
         device: torch.device | str,

@@ -10,12 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ..loader.columns import Columns, Ragged, ids_of
+from ..loader.columns import Column, Columns, Ragged, ids_of
+from ..raw_ids import RawIds, RawTable
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 
@@ -26,6 +27,7 @@ class Table:
 
     name: str
     num_embeddings: int
+    """Its rows; of a table of raw ids, which grows, the most that it may have, or 0."""
     embedding_dim: int
     feature_names: list[str]
     """The columns that are looked up in it."""
@@ -33,8 +35,12 @@ class Table:
     """A function that initializes a part of the table, shape (rows, embedding_dim), in place."""
 
 
+Cardinality: TypeAlias = int | RawIds
+"""The number of a column's codes; or the options of its raw ids."""
+
+
 def _describe(
-    cardinalities: Mapping[str, int], embedding_dim: int, init: Callable[[Tensor], Any] | None
+    cardinalities: Mapping[str, Cardinality], embedding_dim: int, init: Callable[[Tensor], Any] | None
 ) -> list[Table]:
     """Return a table for each column."""
     for name in cardinalities:
@@ -42,6 +48,12 @@ def _describe(
             raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
     found = []
     for name, size in cardinalities.items():
+        if isinstance(size, RawIds):
+            if init is not None:
+                raise ValueError(f"`init` must be None where a column has raw ids, as {name!r} has: RawIds has `bound`")
+            fill = functools.partial(nn.init.uniform_, a=-size.bound, b=size.bound)
+            found.append(Table(name, size.capacity or 0, embedding_dim, [name], fill))
+            continue
         bound = math.sqrt(1 / size)
         fill = init or functools.partial(nn.init.uniform_, a=-bound, b=bound)
         found.append(Table(name, size, embedding_dim, [name], fill))
@@ -53,7 +65,8 @@ class PooledTables(nn.Module):
     pooled.
 
     Args:
-        cardinalities: Column of codes → how many there are.
+        cardinalities: Column of codes → how many there are. Column of raw ids → a `RawIds`; its rows come and go in
+            training.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         mode: The pooling of a list's vectors: their "mean" or their "sum"; zeros where the list is empty.
         init: Initializes a part of a table, shape (rows, embedding_dim), in place. None: uniform
@@ -75,7 +88,7 @@ class PooledTables(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         *,
         embedding_dim: int = 64,
         mode: str = "mean",
@@ -86,9 +99,12 @@ class PooledTables(nn.Module):
         if mode not in ("mean", "sum"):
             raise ValueError(f"`mode` must be 'mean' or 'sum', got {mode!r}")
         self.mode, self.tables = mode, _describe(cardinalities, embedding_dim, init)
+        self._raw = {name for name, size in cardinalities.items() if isinstance(size, RawIds)}
         self.embedding_bags = nn.ModuleDict(
             {
-                name: nn.EmbeddingBag(size, embedding_dim, mode=mode, include_last_offset=True, device=device)
+                name: RawTable(embedding_dim, size, device)
+                if isinstance(size, RawIds)
+                else nn.EmbeddingBag(size, embedding_dim, mode=mode, include_last_offset=True, device=device)
                 for name, size in cardinalities.items()
             }
         )
@@ -104,19 +120,31 @@ class PooledTables(nn.Module):
         bag: Any
         for name, bag in self.embedding_bags.items():
             ids = ids_of(batch, name)
-            if isinstance(ids, Ragged):
+            if name in self._raw:
+                found.append(self._pooled(bag, ids))
+            elif isinstance(ids, Ragged):
                 values = _index(ids.values)
                 found.append(bag(values, ids.offsets.to(values.dtype)))
             else:  # one per row needs no pooling
                 found.append(nn.functional.embedding(_index(ids), bag.weight))
         return torch.cat(found, dim=1)
 
+    def _pooled(self, table: nn.Module, ids: Column) -> Tensor:
+        """Return a vector for each row of a column of raw ids."""
+        if not isinstance(ids, Ragged):
+            return table(ids)  # type: ignore[no-any-return]
+        places = torch.arange(len(ids.values), device=ids.offsets.device)
+        return nn.functional.embedding_bag(
+            places, table(ids.values), ids.offsets, mode=self.mode, include_last_offset=True
+        )
+
 
 class SequenceTables(nn.Module):
     """A table for each column of lists of codes, with its name. Each code gets a vector.
 
     Args:
-        cardinalities: Column of codes → how many there are.
+        cardinalities: Column of codes → how many there are. Column of raw ids → a `RawIds`; its rows come and go in
+            training.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         init: See `PooledTables`.
         device: See `PooledTables`.
@@ -135,7 +163,7 @@ class SequenceTables(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         *,
         embedding_dim: int = 64,
         init: Callable[[Tensor], Any] | None = None,
@@ -144,7 +172,12 @@ class SequenceTables(nn.Module):
         super().__init__()
         self.tables = _describe(cardinalities, embedding_dim, init)
         self.embeddings = nn.ModuleDict(
-            {name: nn.Embedding(size, embedding_dim, device=device) for name, size in cardinalities.items()}
+            {
+                name: RawTable(embedding_dim, size, device)
+                if isinstance(size, RawIds)
+                else nn.Embedding(size, embedding_dim, device=device)
+                for name, size in cardinalities.items()
+            }
         )
         _fill(self.embeddings, self.tables)
 
@@ -166,10 +199,10 @@ def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
     """Initialize tables that have memory."""
     for table in tables:
         weight: Any = modules[table.name].weight
-        if weight.device.type != "meta":
+        if not isinstance(modules[table.name], RawTable) and weight.device.type != "meta":
             table.init_fn(weight)
 
 
 def _index(ids: Tensor) -> Tensor:
     """Convert ids to a type that torch can look up."""
-    return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
+    return ids if ids.dtype in (torch.int32, torch.int64, torch.uint64) else ids.long()

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from ..loader.columns import Columns
 from .features import linear_layers
-from .tables import PooledTables
+from .tables import Cardinality, PooledTables
 
 
 class Tower(nn.Module):
     """A module that maps each row to a vector: embeddings of its columns, the mean for lists, and layers over them.
 
     Args:
-        cardinalities: Column of codes → how many there are. Its table is called like it.
+        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         mlp: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
             embeddings.
@@ -35,7 +35,7 @@ class Tower(nn.Module):
 
     def __init__(
         self,
-        cardinalities: Mapping[str, int],
+        cardinalities: Mapping[str, Cardinality],
         *,
         embedding_dim: int = 64,
         mlp: Sequence[int] = (),

@@ -17,7 +17,7 @@ _RATES = ("lr", "initial_lr")
 _PREFIX = "dense."
 
 Named = tuple[torch.optim.Optimizer, Mapping[torch.Tensor, str]]
-"""An optimizer, and the names of all its parameters."""
+"""An optimizer, and the names of its parameters, but of those whose state is saved elsewhere."""
 
 
 def state_of(optimizers: Sequence[Named]) -> dict[str, Any]:
@@ -88,11 +88,12 @@ def set_state(optimizers: Sequence[Named], state: Mapping[str, Any], folder: str
 
 
 def _parameters(optimizers: Sequence[Named]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Any, str]]:
-    """Yield each parameter with its optimizer, its group, and its name."""
+    """Yield each parameter that has a name with its optimizer, its group, and its name."""
     for optimizer, names in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield optimizer, group, parameter, names[parameter]
+                if parameter in names:
+                    yield optimizer, group, parameter, names[parameter]
 
 
 def misfit(folder: str | os.PathLike[str], what: str) -> str:

@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...devices import collective_device
 from ...shm.process_group import shared_group
-from . import buffers, checkpoint, growth
+from . import buffers, checkpoint, growth, raw_files
 from . import optimizer_state as optimizers
 from .common_tables import CommonTables, sparse_tables
 from .copied_tables import CopiedTables
 from .growth import Growth
 from .optimizer_choice import MakeOptimizer, check_eps, maker
+from .raw_tables import RawTables, raw_tables
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Replicated:
     """The model that was given."""
     _tables: CommonTables | CopiedTables | None = None
     """The tables with sparse gradients, which DistributedDataParallel leaves alone."""
+    _raw: RawTables | None = None
+    """The tables of raw ids, whose rows are divided among the ranks."""
 
     @property
     def _fused(self) -> bool:
@@ -66,11 +69,14 @@ class Replicated:
             Their norm before.
         """
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if self._tables is None:
+        apart = [tables for tables in (self._tables, self._raw) if tables is not None]
+        if not apart:
             return float(nn.utils.clip_grad_norm_(every, norm))
-        self._tables.exchange()
-        dense = [one.grad for one in every if one not in self._tables and one.grad is not None]
-        total = float((self._tables.squared_norm() + sum(one.double().square().sum() for one in dense)).sqrt())
+        for tables in apart:
+            tables.exchange()
+        dense = [one.grad for one in every if one.grad is not None and not any(one in tables for tables in apart)]
+        squares = [tables.squared_norm() for tables in apart] + [one.double().square().sum() for one in dense]
+        total = float(torch.stack(squares).sum().sqrt())
         for one in every:
             if one.grad is not None:
                 one.grad.mul_(min(1.0, norm / (total + 1e-6)))
@@ -78,13 +84,24 @@ class Replicated:
 
     def gather(self) -> nn.Module | None:
         """Return the model as a plain module, on the CPU of rank 0; None on the other ranks."""
-        return copy.deepcopy(self.module).cpu() if dist.get_rank() == 0 else None
+        whole = raw_files.gather(self._raw) if self._raw is not None else {}
+        if dist.get_rank() != 0:
+            return None
+        plain = copy.deepcopy(self.module).cpu()
+        for path, state in (whole or {}).items():
+            table: Any = plain.get_submodule(path)
+            table.clear()
+            table.add_state(state)
+        return plain
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks must call it."""
         if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
             buffers.share(list(self.module.buffers()))  # any rank's may be written
-        checkpoint.save(folder, {"model": self._weights()} | optimizers.state_of([self._named()]))
+        state = {"model": self._weights()} | raw_files.checkpoint_part(self._raw)
+        if self._raw is not None:
+            raw_files.save(folder, self._raw)
+        checkpoint.save(folder, state | optimizers.state_of([self._named()]))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
         """Load a checkpoint of `save`, on any number of ranks; or weights of such a model from `Sharded.save`.
@@ -99,7 +116,7 @@ class Replicated:
         Raises:
             ValueError: The checkpoint is of another model, or of another optimizer; or a table cannot grow so.
         """
-        state: dict[str, Any] = {"model": self._weights()}
+        state: dict[str, Any] = {"model": self._weights()} | raw_files.checkpoint_part(self._raw)
         saved = checkpoint.contents(folder)
         growing = growth.resolve(grow or {}, state["model"], saved, folder)
         there = growth.clipped(state, growing)
@@ -107,7 +124,10 @@ class Replicated:
             there |= optimizers.empty_state([self._named()], saved, folder)
         checkpoint.load(folder, there)
         growth.fill_new(state["model"], growing)
-        states.set_model_state_dict(self.model, state["model"])
+        options = states.StateDictOptions(strict=self._raw is None)  # their rows are not in it
+        states.set_model_state_dict(self.model, state["model"], options=options)
+        if self._raw is not None:
+            raw_files.load(folder, self._raw, int(there[raw_files.PARTS]["files"]), optimizer)
         if optimizer:
             growth.pad_states(there, growing, folder)
             optimizers.set_state([self._named()], there, folder)
@@ -115,10 +135,18 @@ class Replicated:
                 self._tables.adopt(self.optimizer)
 
     def _weights(self) -> dict[str, Any]:
-        return dict(states.get_model_state_dict(self.model))
+        found = dict(states.get_model_state_dict(self.model))
+        if self._raw is None:
+            return found
+        of_rows = {f"{path}._extra_state".lstrip(".") for path in self._raw.tables}
+        return {key: value for key, value in found.items() if key not in of_rows}
 
     def _named(self) -> optimizers.Named:
-        return self.optimizer, {parameter: name for name, parameter in self.module.named_parameters()}
+        return self.optimizer, {
+            parameter: name
+            for name, parameter in self.module.named_parameters()
+            if self._raw is None or parameter not in self._raw
+        }
 
 
 def replicate(
@@ -143,6 +171,10 @@ def replicate(
     without momentum. On GPUs, several machines, or with a `process_group` such tables are copied, too, and ranks
     exchange the rows of their gradients.
 
+    The rows of a table of raw ids (`RawIds`) are divided among the ranks, with their optimizer's state. torch's SGD,
+    Adagrad, Adam and their kin, with any options, train the rows that a batch touches, and leave the others alone. A
+    step uses the gradients of such rows up.
+
     Args:
         model: Any module, with values. It is moved to the rank's device.
         optimizer: "sgd", "adagrad" or "adam"; or, as for `shard`, what makes an optimizer of parameters, such as
@@ -158,7 +190,8 @@ def replicate(
 
     Raises:
         ValueError: Something of the model is on the meta device; `optimizer` is no callable and no such name, or is a
-            callable and comes with `lr` or `eps`; or it is "adam", and a table says `sparse=True`; or its `eps` is 0 in
+            callable and comes with `lr` or `eps`; or it cannot train single rows, and a table has raw ids; or it is
+            "adam", and a table says `sparse=True`; or its `eps` is 0 in
             float16, and a parameter is that.
         RuntimeError: Outside a process group.
 
@@ -182,6 +215,12 @@ def replicate(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
+    of_ids = raw_tables(model)
+    if of_ids and process_group is not None:
+        raise ValueError(
+            f"`process_group` must be None where a table has raw ids, as {next(iter(of_ids)) or 'the model'} has: its "
+            "rows are divided among all ranks"
+        )
     make, device = maker(optimizer, lr, eps), collective_device()
     if optimizer == "adam" and (sparse := sparse_tables(model)[0]):
         raise ValueError(
@@ -199,11 +238,16 @@ def replicate(
         tables = CommonTables(sparse, group.collectives)
     elif sparse:
         tables = CopiedTables(sparse, process_group)
+    raw = RawTables(of_ids, process_group) if of_ids else None
     parallel = model
     alone = dist.get_world_size(process_group) == 1  # without another rank to exchange gradients with
-    if not alone and (tables is None or any(parameter not in tables for parameter in trained)):
-        if tables is not None:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sparse))
+    apart = {*sparse, *(raw.parameters if raw is not None else ())}
+    if not alone and any(parameter.requires_grad and name not in apart for name, parameter in model.named_parameters()):
+        if apart:
+            of_root = {
+                f".{name}" for name in apart if "." not in name
+            }  # torch's names where the model itself is a table
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*apart, *of_root])
         parallel = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -216,7 +260,8 @@ def replicate(
         vars(model).pop("_ddp_params_and_buffers_to_ignore", None)  # not for whoever wraps it next
     made = make(trained)
     check_eps(made)
-    replicated = Replicated(parallel, made, model, tables)
-    if tables is not None:
-        tables.attach(replicated.optimizer)
+    replicated = Replicated(parallel, made, model, tables, raw)
+    for one in (tables, raw):
+        if one is not None:
+            one.attach(made)
     return replicated

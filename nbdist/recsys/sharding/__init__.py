@@ -16,8 +16,20 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .sharded import Sharded
     from .strategies import STRATEGIES
+    from .summary import Summary, summary
 
-__all__ = ["OPTIMIZERS", "STRATEGIES", "Plan", "Replicated", "Sharded", "equal_steps", "replicate", "shard"]
+__all__ = [
+    "OPTIMIZERS",
+    "STRATEGIES",
+    "Plan",
+    "Replicated",
+    "Sharded",
+    "Summary",
+    "equal_steps",
+    "replicate",
+    "shard",
+    "summary",
+]
 
 _MODULES = {
     "shard": "call",
@@ -26,6 +38,8 @@ _MODULES = {
     "Sharded": "sharded",
     "OPTIMIZERS": "optimizers",
     "STRATEGIES": "strategies",
+    "Summary": "summary",
+    "summary": "summary",
 }
 """Name → its module, which is imported at the first use: TorchRec takes seconds, and `replicate` does without."""
 

@@ -11,6 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import PoolingType
 
 from ..models.tables import PooledTables, SequenceTables
+from ..raw_ids.table import RawTable
 from .strategies import Table
 
 POOLED = (PooledTables, EmbeddingBagCollection)
@@ -32,7 +33,13 @@ def find_tables(model: nn.Module) -> dict[str, Table]:
         for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
             if config.name in found:
                 raise ValueError(f"two tables are called {config.name!r}: give each a name of its own")
-            weight = getattr(module, attribute)[config.name].weight
+            table = getattr(module, attribute)[config.name]
+            if isinstance(table, RawTable):
+                raise ValueError(
+                    f"table {config.name!r} has raw ids, which TorchRec's tables cannot be looked up by: use "
+                    "replicate(), which divides its rows among the ranks"
+                )
+            weight = table.weight
             key = f"{path}.{attribute}.{config.name}.weight".lstrip(".")
             found[config.name] = Table(config.name, key, config, weight, pooled)
     if not found:

@@ -1,9 +1,11 @@
 """A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop."""
 
+from .callbacks import Callback
 from .evaluation import evaluate
 from .fit import fit
 from .history import History, Record
+from .objective import log_loss
 from .schedule import Schedule, warmup_decay
 from .snapshots import Snapshots
 
-__all__ = ["History", "Record", "Schedule", "Snapshots", "evaluate", "fit", "warmup_decay"]
+__all__ = ["Callback", "History", "Record", "Schedule", "Snapshots", "evaluate", "fit", "log_loss", "warmup_decay"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric
 
 from .. import ranks
@@ -14,8 +14,8 @@ from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
 from ..parallel.protocol import Parallel
 from ..parallel.replicated import Replicated
-from .batch_loss import log_loss
 from .evaluation import Precision, check_metrics, check_precision
+from .objective import ONLY, Loss, log_loss
 from .snapshots import Snapshots
 
 
@@ -51,13 +51,19 @@ def check_options(
             '`precision` must be "bf16" or "fp32" for a model that is sharded, got "fp16": its tables would be updated '
             "by scaled gradients. GPUs that TorchRec works on have bfloat16"
         )
+    if precision == "fp16" and isinstance(model, Replicated) and model._raw is not None:
+        raise ValueError(
+            '`precision` must be "bf16" or "fp32" for a model with tables of raw ids, got "fp16": their gradients '
+            "would stay scaled"
+        )
 
 
-def default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
+def default_metrics(losses: Mapping[str, Loss], valid: Loader | None) -> Mapping[str, Any]:
     """Return the metrics of click models. Raises `ValueError` if rows are evaluated and the loss is another one."""
-    if loss is not log_loss and valid is not None:
+    if any(one is not log_loss for one in losses.values()) and valid is not None:
         raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
-    return {"valid_loss": LogLoss(logits=True), "auc": AUC()}
+    found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in losses}
+    return found.get(ONLY, found)
 
 
 def check_run(

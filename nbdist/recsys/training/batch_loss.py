@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 
-def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, targets: Tensor) -> Tensor:
+def batch_loss(
+    loss: Callable[..., Tensor], predictions: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """Return the loss of a batch; 0 without predictions, as from SASRec for histories of one item.
 
     Raises:
@@ -27,25 +29,27 @@ def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, ta
                 f"{tuple(targets.shape)}: most losses would pair each prediction with each target. Return "
                 "predictions.squeeze(1), or targets.unsqueeze(1)"
             )
-    found = loss(predictions, targets)
+    found = loss(predictions, targets) if weights is None else loss(predictions, targets, weights)
     if not isinstance(found, Tensor) or found.numel() != 1:
         got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"`loss` must return one number, the mean over the rows, got {got}")
     return found
 
 
-def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor) -> ValueError:
+def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor, task: str = "") -> ValueError:
     """Make the error for a loss that is not finite, with the first row that explains it."""
+    of = f" of task {task!r}" if task else ""
     for what, values in (("target", targets), ("prediction", predictions)):
         wrong = values.isnan() | (values == torch.inf)  # a logit of -inf is one that is left out
         if values.ndim and wrong.any():
             row = int(wrong.nonzero()[0, 0])
             return ValueError(
-                f"the loss of step {step} is not finite: row {row} of the batch of rank {rank} has a {what} that is "
-                f"{values[row].tolist()}. No step is taken with it; correct or remove such rows"
+                f"the loss of step {step}{of} is not finite: row {row} of the batch of rank {rank} has a {what} that "
+                f"is {values[row].tolist()}. No step is taken with it; correct or remove such rows"
             )
     return ValueError(
-        f"the loss of step {step} is not finite on rank {rank}, though its predictions and targets are: look at `loss`"
+        f"the loss of step {step}{of} is not finite on rank {rank}, though its predictions and targets are: look at "
+        "`loss`"
     )
 
 

@@ -46,12 +46,18 @@ def hindrance(run: Run) -> str:
     train, model = run.train, run.model
     if why := no_gpu():
         return why
+    if not run.objective.simple:
+        return "there are several tasks, or weights of rows"
+    if run.each_step:
+        return "a callback has on_step"
     if run.checks:
         return "each step is checked (check=)"
     if dist.get_world_size() > 1:
         return f"there are {dist.get_world_size()} ranks"
     if not isinstance(model, Replicated) or model.model is not model.module:
         return "the model is not one of `replicate`"
+    if model._raw is not None:
+        return "a table of raw ids grows"
     if isinstance(model._tables, CommonTables):
         return "tables are in memory that ranks share"
     if run.gradient_accumulation_steps > 1:

@@ -20,14 +20,15 @@ from ..loader.base import Loader
 from ..metrics.ranking import Grouped
 from ..metrics.rows import AUC, RMSE, LogLoss
 from ..parallel.protocol import Parallel
+from .objective import ONLY, by_task, columns_of, weighted, weights_of
 
-Predict: TypeAlias = Callable[
-    [nn.Module, Any],
-    "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor]",
-]
+_Found: TypeAlias = (
+    "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor]"
+)
+Predict: TypeAlias = Callable[[nn.Module, Any], "_Found | Mapping[str, _Found]"]
 """Model and batch → predictions, such as logits of shape (rows,), and targets; for metrics of ranked rows such as
 `NDCG`, whose rows they are: integers, shape (rows,), such as the users; and fourth, for metrics with weights, the
-weight of each row."""
+weight of each row. With several tasks, a dict from task to these."""
 
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
@@ -60,8 +61,9 @@ def evaluate(
     model: Parallel | nn.Module,
     predict: Predict,
     loader: Loader,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Metric] | Mapping[str, Mapping[str, Metric]],
     *,
+    sample_weight: str | Mapping[str, str] | None = None,
     precision: Precision | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a model over all rows of a loader, on all ranks, in evaluation mode.
@@ -74,14 +76,16 @@ def evaluate(
         model: The result of `shard` or `replicate`, as for `fit`; or a module, which is called as it is.
         predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
             and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users. Fourth, after the users or
-            None, it may return the weights of the rows.
+            None, it may return the weights of the rows. With several tasks: a dict from task to these.
         loader: The rows, on the device that the model is on; each rank has its share.
-        metrics: Name → metric. They are moved to the rank's device and reset before.
+        metrics: Name → metric. They are moved to the rank's device and reset before. With several tasks: task → these.
+        sample_weight: A column of the batch with the weight of each row, or with booleans that choose rows; or task →
+            column. None: each row counts once, or as `predict` says.
         precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16. "fp32" or None: without
             autocast.
 
     Returns:
-        Name → value.
+        Name → value; with several tasks, the names are "task/name".
 
     Raises:
         ValueError: Outside a process group; for another `precision`, or "bf16" where the GPU has none; for predictions
@@ -104,9 +108,11 @@ def evaluate(
         {'rmse': 1.0}
     """
     check_precision(precision)
-    check_metrics(metrics)
+    named, tasks = by_task(metrics)
+    check_metrics(named)
     module = model if isinstance(model, nn.Module) else model.model
-    values, failed = measure(module, predict, loader, metrics, precision)
+    columns = columns_of(sample_weight, dict.fromkeys(tasks.values()))
+    values, failed = measure(module, predict, loader, named, precision, tasks, columns)
     for name, why in failed.items():
         raise ValueError(f"{name}: {why}")
     return values
@@ -114,26 +120,50 @@ def evaluate(
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], precision: Precision | None
+    model: nn.Module,
+    predict: Predict,
+    loader: Loader,
+    metrics: Mapping[str, Metric],
+    precision: Precision | None,
+    tasks: Mapping[str, str],
+    columns: Mapping[str, str],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Evaluate like `evaluate`, with NaN for metrics that cannot be computed, and the reasons."""
+    """Evaluate like `evaluate`, with NaN for metrics that cannot be computed, and the reasons.
+
+    Args:
+        model: The module.
+        predict: See `evaluate`.
+        loader: The rows.
+        metrics: Name → metric.
+        precision: See `evaluate`.
+        tasks: Name → the task of the metric.
+        columns: Task → column of weights.
+    """
     was_training = model.training
     model.eval()
     for metric in metrics.values():
         metric.to(collective_device()).reset()
     try:
         for batch in loader:
-            found = forward(model, predict, batch, precision)
-            if loader.repeats:
-                found = tuple(None if one is None else one[: -loader.repeats] for one in found)
-            for name, metric in metrics.items():
-                _update(name, metric, *found)
-            missing = found[0].isnan()
-            if missing.any():  # for metrics that are not ours
+            everything = predicted(model, predict, batch, precision)
+            if missing := {*tasks.values()} - everything.keys():
                 raise ValueError(
-                    f"predictions must be numbers, got NaN in row {int(missing.nonzero()[0, 0])} of a batch of rank "
-                    f"{ranks.rank()}"
+                    f"`metrics` and `predict` must have the same tasks, got metrics of {min(missing)!r} and "
+                    f"predictions of {', '.join(map(repr, everything))}"
                 )
+            for task, (predictions, *others) in everything.items():
+                rows, weights = weighted((predictions, *others), batch, columns.get(task))
+                if loader.repeats:
+                    last = len(predictions) - loader.repeats
+                    kept = last if weights is None else int((weights_of(batch, columns[task])[:last] > 0).sum())  # type: ignore[index]
+                    rows = [None if one is None else one[:kept] for one in rows]
+                    weights = None if weights is None else weights[:kept]
+                if weights is not None and weights.dtype != torch.bool:
+                    rows = [*rows, *[None] * (3 - len(rows)), weights]
+                for name, metric in metrics.items():
+                    if tasks[name] == task:
+                        _update(name, metric, *rows)
+                _check_numbers(rows[0])
     finally:
         model.train(was_training)
     results, failed = dict.fromkeys(metrics, math.nan), {}
@@ -147,6 +177,16 @@ def measure(
     values = torch.tensor(list(results.values()), dtype=torch.float64, device=collective_device())
     dist.broadcast(values, src=0)  # ranks that stop by them must not differ in the last bit, as sums on a GPU may
     return dict(zip(metrics, values.tolist(), strict=True)), ranks.on_rank_0(lambda: failed)
+
+
+def _check_numbers(predictions: Tensor) -> None:
+    """Raise `ValueError` for predictions that are NaN, for metrics that are not ours."""
+    missing = predictions.isnan()
+    if missing.any():
+        raise ValueError(
+            f"predictions must be numbers, got NaN in row {int(missing.nonzero()[0, 0])} of a batch of rank "
+            f"{ranks.rank()}"
+        )
 
 
 def _update(
@@ -165,17 +205,39 @@ def _update(
     metric.update(*rows, *weights)
 
 
-def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Any, ...]:
-    """Return predictions, in single precision, and targets of a batch; and users and weights, if `predict` returns
-    them."""
+def predicted(
+    model: nn.Module, predict: Predict, batch: Any, precision: Precision | None
+) -> dict[str, tuple[Any, ...]]:
+    """Return for each task predictions, in single precision, and targets of a batch; and users and weights, if
+    `predict` returns them. Without named tasks, the only one is called `ONLY`."""
     half = _AUTOCAST.get(precision or "fp32")
     with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
         found: Any = predict(model, batch)
+    by_name = found if isinstance(found, Mapping) else {ONLY: found}
+    return {task: _checked(task, one) for task, one in by_name.items()}
+
+
+def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Any, ...]:
+    """Return what `predicted` has of a model with one task.
+
+    Raises:
+        ValueError: There are named tasks.
+    """
+    found = predicted(model, predict, batch, precision)
+    if list(found) != [ONLY]:
+        raise ValueError(
+            f"`predict` returns the tasks {', '.join(found)}: give a dict from task to loss, such as "
+            f"loss={{{next(iter(found), 'task')!r}: log_loss}}"
+        )
+    return found[ONLY]
+
+
+def _checked(task: str, found: Any) -> tuple[Any, ...]:
     if not isinstance(found, (tuple, list)) or not 2 <= len(found) <= 4 or not isinstance(found[0], Tensor):
         kinds = ", ".join(type(one).__name__ for one in found) if isinstance(found, (tuple, list)) else ""
         raise TypeError(
-            "`predict` must return tensors: predictions and targets, maybe users and weights, got "
-            f"{type(found).__name__}" + (f" of {kinds}" if kinds else "")
+            f"`predict` must return tensors{f' for {task!r}' if task else ''}: predictions and targets, maybe users "
+            f"and weights, got {type(found).__name__}" + (f" of {kinds}" if kinds else "")
         )
     predictions, *others = found
     return predictions.float(), *others

@@ -18,11 +18,11 @@ Inside a rank::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch.distributed as dist
-from torch import Tensor
 from torchmetrics import Metric
 
 from ...devices import collective_device
@@ -30,12 +30,14 @@ from ...numerics import nan
 from ..loader.base import Loader
 from ..parallel.protocol import Parallel
 from .arguments import check_model, check_options, check_run, check_steps, default_metrics
-from .batch_loss import log_loss
+from .callbacks import Callback, Hooks
 from .captured import capturing
 from .display import RunDisplay
 from .evaluation import Precision, Predict
 from .history import History
+from .logs import Logging, Logs, check_logs
 from .loop import Due, Loop
+from .objective import Loss, by_task, log_loss, objective
 from .run import Run
 from .schedule import Schedule, factor_of, scheduled
 from .snapshots import Snapshots
@@ -51,8 +53,9 @@ def fit(
     epochs: int | None = None,
     log_every: int | None = None,
     eval_every: int | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] = log_loss,
-    metrics: Mapping[str, Metric] | None = None,
+    loss: Loss | Mapping[str, Loss] = log_loss,
+    metrics: Mapping[str, Metric] | Mapping[str, Mapping[str, Metric]] | None = None,
+    sample_weight: str | Mapping[str, str] | None = None,
     schedule: Schedule | None = None,
     max_grad_norm: float | None = None,
     gradient_accumulation_steps: int = 1,
@@ -62,6 +65,8 @@ def fit(
     pipelined: bool | None = None,
     captured: bool | None = None,
     check: Literal["nan"] | None = None,
+    log: Logs | None = None,
+    callbacks: Sequence[Callback] = (),
     progress: bool = True,
 ) -> History:
     """Train a sharded or replicated model. All ranks must call it, with the same arguments.
@@ -86,7 +91,7 @@ def fit(
     Args:
         model: The result of `shard` or `replicate`.
         predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
-            weights, which metrics take, and the loss does not.
+            weights, which metrics take, and the loss does not (see `sample_weight`).
         train: The loader of training rows, used from its current position on. It divides its rows among the ranks; or
             it has each rank's own rows (`rank=0, world_size=1`), in the same number of steps on all ranks.
         valid: The loader of rows to evaluate, all of them, each once: its remainder may not be "drop".
@@ -96,7 +101,14 @@ def fit(
         eval_every: Steps from one evaluation to the next. None: each record has an evaluation. Records without an
             evaluation have the training loss alone.
         loss: A function of predictions (float32) and targets, which returns the mean loss over the rows of a batch.
-        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
+            With several tasks: task → such a function; their sum is minimized, and `predict` returns a dict from task
+            to predictions and targets.
+        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels. With several tasks:
+            task → these; the history calls them "task/name".
+        sample_weight: A column of the batch with the weight of each row, or with booleans that choose rows; or task →
+            column, for labels that only some rows have. The loss is the mean by weight over the rows of all ranks, and
+            metrics go by the weights, too. Where weights are numbers, `loss` gets them as a third argument. None: each
+            row counts once.
         schedule: Function from a step of the run to the factor of the learning rates of tables and dense layers; see
             `warmup_decay`. After the run, the optimizer has its full learning rates again.
         max_grad_norm: The largest norm of all gradients of a step together, over ranks and tables; gradients with a
@@ -123,6 +135,11 @@ def fit(
             taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
             all their columns. None: the option of the call (`in_ddp.options(check="nan")`) decides; without it, only
             losses are checked.
+        log: Where rank 0 writes each record's numbers, too: "json_lines" (a file), "tensorboard" (a folder), "mlflow"
+            or "wandb"; or a dict from these names to a path, or to a dict of options for the library, such as
+            `{"json_lines": "run.jsonl", "wandb": {"project": "clicks"}}`. An active run of MLflow or Weights & Biases
+            is used, and left open.
+        callbacks: Objects of `Callback` whose hooks are called on every rank.
         progress: Whether rank 0 shows anything.
 
     Returns:
@@ -157,10 +174,16 @@ def fit(
           20     2.00  0...          0...    0...              0.1       ...
     """
     check_model(model)
-    metrics = default_metrics(loss, valid) if metrics is None else metrics
+    goal = objective(loss, sample_weight)
+    metrics, tasks = by_task(default_metrics(goal.losses, valid) if metrics is None else metrics)
+    if valid is not None and (foreign := {*tasks.values()} - goal.losses.keys()):
+        raise ValueError(f"`metrics` and `loss` must have the same tasks, got metrics of {min(foreign)!r} alone")
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
     check_run(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
     check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check)
+    logs = check_logs(log)
+    logging = Logging(logs if dist.get_rank() == 0 else {})
+    hooks = Hooks([*callbacks, logging])
     for loader in (train, valid):
         if loader is not None:
             loader.to(collective_device())
@@ -172,7 +195,7 @@ def fit(
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
     pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
-    run = Run(model, predict, train, loss, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
+    run = Run(model, predict, train, goal, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
     resumed = run.restore(snapshots) if snapshots is not None else ""
     log_every = log_every or run.steps_an_epoch
     eval_every = eval_every or log_every
@@ -183,11 +206,24 @@ def fit(
     if display and resumed:
         display.note(resumed)
     run.checks = check is not None or nan.active() is not None
-    loop = Loop(run, due, valid=valid, metrics=metrics, snapshots=snapshots, patience=patience, display=display)
+    run.each_step = hooks.each_step
+    loop = Loop(
+        run,
+        due,
+        valid=valid,
+        metrics=metrics,
+        tasks=tasks,
+        hooks=hooks,
+        snapshots=snapshots,
+        patience=patience,
+        display=display,
+    )
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
-    with scheduled(model.optimizer, factor, run.step) as rates:
+    with contextlib.closing(logging), scheduled(model.optimizer, factor, run.step) as rates:
+        hooks.start(model, run.history)
         loop.begin()
         loop.train(rates, capturing(run, captured, due.total - run.step, schedule is not None))
+        hooks.end(run.history)
     if display:
         display.close(f"{run.step:,} steps{', stopped early' if loop.stopped else ''}")
     return run.history

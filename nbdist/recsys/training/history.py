@@ -105,14 +105,7 @@ class History:
         """Return a row for each record, a column for each number; `lr_2` is the second of several learning rates."""
         import pandas as pd
 
-        rows = []
-        for record in self.records:
-            rates = {_rate(i): rate for i, rate in enumerate(record.rates)}
-            rows.append(
-                {"step": record.step, "epoch": record.epoch, "loss": record.loss, **record.metrics, **rates}
-                | {"rows_per_second": record.rows_per_second}
-            )
-        return pd.DataFrame(rows)
+        return pd.DataFrame([numbers(record) for record in self.records])
 
     def plot(self) -> Figure:
         """Draw loss, each metric, learning rates and rows/s over the steps; metrics called ``..._loss`` are in one
@@ -170,6 +163,19 @@ class History:
         failed = "".join(f"<p>{html.escape(text)}</p>" for text in failures(self[-1]))
         note = f"<p>{more} earlier ones are in <code>.frame</code>.</p>" if more else ""
         return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{note}{failed}"
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """Return a record's numbers by their names in `History.frame`."""
+    rates = {_rate(i): rate for i, rate in enumerate(record.rates)}
+    return {
+        "step": record.step,
+        "epoch": record.epoch,
+        "loss": record.loss,
+        **record.metrics,
+        **rates,
+        "rows_per_second": record.rows_per_second,
+    }
 
 
 def head(metrics: Iterable[str]) -> list[str]:

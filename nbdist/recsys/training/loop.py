@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from ... import preempted
 from ..loader.base import Loader
+from .callbacks import Hooks
 from .captured import CapturedSteps
 from .display import RunDisplay
 from .history import History
@@ -56,6 +57,8 @@ class Loop:
         due: When it is recorded, evaluated and saved.
         valid: The rows to evaluate.
         metrics: Name → metric, for the evaluations.
+        tasks: Name of a metric → its task.
+        hooks: The callbacks.
         snapshots: The folder of snapshots; None: no snapshots are taken.
         patience: Evaluations without an improvement after which the run ends; None: any number.
         display: The display, on the rank that shows the run.
@@ -68,17 +71,19 @@ class Loop:
         *,
         valid: Loader | None,
         metrics: Mapping[str, Metric],
+        tasks: Mapping[str, str],
+        hooks: Hooks,
         snapshots: Snapshots | None,
         patience: int | None,
         display: RunDisplay | None,
     ) -> None:
         self._run, self._due, self._first = run, due, run.step
         self._valid, self._metrics, self._snapshots, self._patience = valid, metrics, snapshots, patience
-        self._display = display
+        self._tasks, self._hooks, self._display = tasks, hooks, display
         self._upcoming: list[tuple[int, Any]] = []  # batches whose ids have been sent ahead
         self._warned = self._saved = False  # a machine will be taken away: a snapshot is due; it has been written
         self.stopped = False
-        """True if the metrics have not improved for too long."""
+        """True if the metrics have not improved for too long, or a callback has said so."""
 
     def begin(self) -> None:
         """Add the record that is due after the last step of the snapshot, if the run was resumed."""
@@ -106,6 +111,7 @@ class Loop:
                         continue
                 else:
                     self._step(groups)
+                self._hooks.step(run.step)
                 self._save(capture)
                 self.stopped = self._record()
                 if self._snapshots and self.stopped:
@@ -139,9 +145,10 @@ class Loop:
     def _record(self) -> bool:
         """Add the records that are due after the last step to the history; return whether the run is to stop."""
         run, snapshots = self._run, self._snapshots
-        evaluated = self._due.evaluation(run.step)
+        evaluated, ended = self._due.evaluation(run.step), False
         if not run.recorded and self._due.record(run.step):
-            run.record(self._valid if evaluated else None, self._metrics)
+            run.record(self._valid if evaluated else None, self._metrics, self._tasks)
+            ended = self._hooks.record(run.history[-1])
         if (
             snapshots
             and snapshots.keep_best
@@ -150,7 +157,7 @@ class Loop:
         ):
             run.snapshot(snapshots)
             snapshots._mark_best(run.step)
-        return _stale(run.history, self._metrics, self._patience)
+        return ended or _stale(run.history, self._metrics, self._patience)
 
 
 def _step_rates(rates: LambdaLR) -> None:

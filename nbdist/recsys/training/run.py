@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from ..loader.base import Loader
 from ..loader.columns import Batch
 from ..parallel.protocol import Ahead, Parallel
 from .batch_loss import batch_loss, not_finite, not_finite_since
-from .evaluation import Precision, Predict, forward, measure
+from .evaluation import Precision, Predict, forward, measure, predicted
 from .history import History, Record
+from .objective import ONLY, Objective
 from .schedule import Schedule
 from .snapshots import Snapshots, random_state, set_random_state
 
@@ -39,18 +40,20 @@ class Run:
         model: Parallel,
         predict: Predict,
         train: Loader,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        objective: Objective,
         schedule: Schedule,
         precision: Precision | None,
         max_grad_norm: float | None = None,
         gradient_accumulation_steps: int = 1,
         pipelined: bool = False,
     ) -> None:
-        self.model, self.predict, self.train, self.loss = model, predict, train, loss
+        self.model, self.predict, self.train, self.objective = model, predict, train, objective
         self.schedule, self.precision, self.max_grad_norm = schedule, precision, max_grad_norm
         self.gradient_accumulation_steps, self.pipelined = gradient_accumulation_steps, pipelined
         self.checks = False
         """True where each loss and gradient is checked."""
+        self.each_step = False
+        """True where code of the user's is called after each step."""
         self._check: NanCheck | None = None
         self.steps_an_epoch = math.ceil(len(train) / gradient_accumulation_steps)
         self._origin = (0, 0, 0.0)
@@ -104,6 +107,7 @@ class Run:
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
+        weights = self._weights(batches)
         for (number, batch), then in zip(batches, [*batches[1:], following], strict=True):
             # Copies on all ranks need to know one another's gradients once, and add them up till then.
             alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
@@ -111,13 +115,16 @@ class Run:
                 if self._check is not None:
                     again = functools.partial(self._loss_of, batch)
                     self._check.batch = NumberedBatch(self.step + 1, again, batch, self._sizes[number])
-                loss = self.loss_of(batch)
+                if weights is None:
+                    loss, part = self.loss_of(batch), self._sizes[number] / total
+                else:
+                    loss, part = self._part_of(batch, self._sizes[number], weights), 1.0
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
-                self._scaler.scale(loss * (self._sizes[number] * self._ranks / total)).backward()
+                self._scaler.scale(loss * (part * self._ranks)).backward()
                 if ahead:
                     ahead.proceed()
-            self._loss += loss.detach() * self._sizes[number]
+            self._loss += loss.detach() * (self._sizes[number] if weights is None else total)
             self._rows += self._sizes[number]
             self._without_loss += self._sizes[number] * self._empty
         self._scaler.unscale_(optimizer)  # where they overflow on one rank, all ranks leave the step out
@@ -142,7 +149,7 @@ class Run:
     def loss_of(self, batch: Any) -> Tensor:
         """Return the loss of a batch; on CPUs, raise `ValueError` if it is not finite, unless each step is checked."""
         found = forward(self.model.model, self.predict, batch, self.precision)
-        loss = batch_loss(self.loss, found[0], found[1])
+        loss = batch_loss(self.objective.losses[ONLY], found[0], found[1])
         self._empty = not len(found[0])
         if self.checks and self.precision != "fp16":
             return loss
@@ -152,8 +159,31 @@ class Run:
         return loss
 
     def _loss_of(self, batch: Any) -> Tensor:
-        found = forward(self.model.model, self.predict, batch, self.precision)
-        return batch_loss(self.loss, found[0], found[1])
+        found = predicted(self.model.model, self.predict, batch, self.precision)
+        return torch.stack([loss for loss, _ in self.objective.of(found, batch)]).sum()
+
+    def _weights(self, batches: Sequence[tuple[int, Any]]) -> Tensor | None:
+        """Return for each task the weights of the rows of all ranks in a step; None for one task without weights."""
+        if self.objective.simple:
+            return None
+        sums = self.objective.sums(batches, self._sizes, self._loss.device)
+        dist.all_reduce(sums)
+        return sums
+
+    def _part_of(self, batch: Any, size: int, weights: Tensor) -> Tensor:
+        """Return what a batch of this rank adds to the loss of a step: each task's mean by weight over all ranks."""
+        found = predicted(self.model.model, self.predict, batch, self.precision)
+        losses = self.objective.of(found, batch)
+        self._empty = False
+        parts = []
+        for (task, (predictions, targets, *_)), (loss, mine), total in zip(
+            ((task, found[task]) for task in self.objective.losses), losses, weights, strict=True
+        ):
+            if not self.checks and self.precision != "fp16" and loss.device.type == "cpu" and not loss.isfinite():
+                raise not_finite(self.step + 1, dist.get_rank(), predictions, targets, task)
+            own = total.new_tensor(float(size)) if mine is None else mine
+            parts.append(loss * (own / total.clamp(min=torch.finfo(total.dtype).tiny)).to(loss.dtype))
+        return torch.stack(parts).sum()
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
         """Start sending the ids of a batch to the ranks that store their rows, if it has as many rows on all ranks."""
@@ -170,8 +200,14 @@ class Run:
         """True if the history contains the last step."""
         return bool(len(self.history)) and self.history[-1].step == self.step
 
-    def record(self, valid: Loader | None, metrics: Mapping[str, Metric]) -> None:
-        """Add to the history the training since the last record, and an evaluation."""
+    def record(self, valid: Loader | None, metrics: Mapping[str, Metric], tasks: Mapping[str, str]) -> None:
+        """Add to the history the training since the last record, and an evaluation.
+
+        Args:
+            valid: The rows of the evaluation. None: without one.
+            metrics: Name → metric.
+            tasks: Name → the task of the metric.
+        """
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=sums.device)
@@ -182,7 +218,9 @@ class Run:
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
         if valid is not None:
-            found, failed = measure(self.model.model, self.predict, valid, metrics, self.precision)
+            found, failed = measure(
+                self.model.model, self.predict, valid, metrics, self.precision, tasks, self.objective.columns
+            )
         factor = self.schedule(self.step - 1)  # of the last step, also where the run was resumed after it
         # FBGEMM's are single precision: 0.1 is not quite what it was.
         rates = {

@@ -2,7 +2,8 @@
 
 ONNX has no bags of different sizes. So in the exported model, lists are rows padded with -1, and each
 `torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is a `_PaddedBag`. The model's own code
-runs unchanged: it gets `Ragged` columns whose lists all have the same length.
+runs unchanged: it gets `Ragged` columns whose lists all have the same length. A table of raw ids becomes a
+`_SearchedTable`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..loader.columns import Columns, Ragged, rows_of
+from ..raw_ids import RawTable
 from .request import Feature
 
 Predict: TypeAlias = Callable[[nn.Module, Columns], Tensor]
@@ -53,6 +55,31 @@ class _PaddedBag(nn.Module):
         there = (ids >= 0).unsqueeze(2)
         pooled = nn.functional.embedding(ids.clamp(min=0), self.weight).where(there, 0).sum(1)  # (rows, columns)
         return pooled / there.sum(1).clamp(min=1) if self.mean else pooled
+
+
+class _SearchedTable(nn.Module):
+    """A table of raw ids in the order of its ids, which are searched by halves: ONNX has no map, and no search."""
+
+    def __init__(self, table: RawTable) -> None:
+        super().__init__()
+        state = table.rows_state()
+        default = table.weight.new_zeros(1, table.weight.shape[1])
+        if table.default_row is not None:
+            default = table.default_row.detach()[None]
+        self.keys = nn.Buffer(state["ids"])
+        self.vectors_by_id = nn.Buffer(torch.cat([state["weight"], default]))  # the last one is of unknown ids
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids, size = ids.long(), len(self.keys)
+        below = torch.zeros_like(ids)  # how many ids of the table are known to be at most this one
+        for bit in reversed(range(size.bit_length())):
+            further = below + (1 << bit)
+            there = (further <= size) & (self.keys[(further - 1).clamp(max=size - 1)] <= ids)
+            below = torch.where(there, further, below)
+        if not size:
+            return self.vectors_by_id[below]
+        row = (below - 1).clamp(min=0)
+        return self.vectors_by_id[torch.where(self.keys[row] == ids, row, size)]
 
 
 class _Served(nn.Module):
@@ -180,6 +207,8 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
         for name, child in module.named_children():
             if isinstance(child, nn.EmbeddingBag):
                 setattr(module, name, _PaddedBag(child, f"{path}.{name}".lstrip(".")))
+            elif isinstance(child, RawTable):
+                setattr(module, name, _SearchedTable(child))
     return _PaddedBag(model, "the model") if isinstance(model, nn.EmbeddingBag) else model
 
 

@@ -1,0 +1,126 @@
+"""Look-ups in tables of raw ids whose rows are divided among ranks, and the way of their gradients back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mixing import owners
+from .table import RawTable
+
+
+class _Route(NamedTuple):
+    """The way of the ids of a look-up to the ranks with their rows."""
+
+    order: Tensor
+    """The order in which they were sent."""
+    sent: list[int]
+    """Ids to each rank."""
+    received: list[int]
+    """Ids from each rank."""
+
+
+class _LookUp(NamedTuple):
+    """A look-up whose gradient is to come."""
+
+    vectors: Tensor
+    rows: Tensor
+    """The rows on this rank that ranks asked for, in the order of the ranks, -1 for those that are not there."""
+    route: _Route | None
+    marker: Tensor
+    """The gradient of the table at the time, which `zero_grad` removes or writes to."""
+    version: int
+
+
+class SpreadLookUps:
+    """Look-ups of one table on all ranks, which must call each of its methods.
+
+    The gradients of a row are added up in the order of the ranks and their rows, so that the sum does not depend on the
+    number of ranks.
+
+    Args:
+        group: The process group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._waiting: list[_LookUp] = []
+
+    @torch.no_grad()
+    def vectors(self, table: RawTable, ids: Tensor, training: bool) -> tuple[Tensor, Tensor | None]:
+        """Look ids of this rank up, and admit new ones in training.
+
+        Returns:
+            Their vectors, shape (ids, width), zeros where there is no row; and whether there is one, shape (ids, 1),
+            for a table with a row for unknown ids.
+        """
+        route = None
+        if self.size > 1:
+            owner = owners(ids, self.size)
+            order = owner.argsort(stable=True)
+            route = self._route(order, owner)
+            ids = self._sent(ids[order], route.sent, route.received)
+        rows = table.rows_for(ids, training)
+        vectors, known = table.vectors(rows), (rows >= 0)[:, None] if table.default_row is not None else None
+        if route is not None:
+            vectors = self._back(vectors, route)
+            known = None if known is None else self._back(known.to(torch.uint8), route).bool()
+        if training:
+            if table.weight.grad is None:
+                self._waiting.clear()  # of steps that were given up
+                table.weight.grad = _sparse(rows[:0], table.weight.new_zeros(0, table.weight.shape[1]), table)
+            marker = table.weight.grad
+            vectors.requires_grad_()
+            self._waiting.append(_LookUp(vectors, rows, route, marker, marker._version))
+        return vectors, known
+
+    @torch.no_grad()
+    def exchange(self, table: RawTable) -> None:
+        """Make the mean over the ranks of the gradients since `zero_grad` the table's gradient, for its rows here."""
+        marker, looked_up = table.weight.grad, self._waiting
+        self._waiting = []
+        rows, grads = [], []
+        for one in looked_up:
+            if one.marker is not marker or one.version != marker._version:
+                continue  # its gradient was given up by zero_grad
+            grad = one.vectors.grad
+            grad = torch.zeros_like(one.vectors) if grad is None else grad
+            if one.route is not None:
+                grad = self._sent(grad[one.route.order], one.route.sent, one.route.received)
+            there = (one.rows >= 0).nonzero()[:, 0]
+            rows.append(one.rows[there])
+            grads.append(grad[there])
+        if not rows:
+            return
+        found, places = torch.cat(rows).unique(return_inverse=True)
+        total = table.weight.new_zeros(len(found), table.weight.shape[1])
+        total.index_add_(0, places, torch.cat(grads))
+        mean = _sparse(found, total / self.size, table)
+        assert marker is not None
+        table.weight.grad = (_sparse(marker._indices()[0], marker._values(), table) + mean) if marker._nnz() else mean
+
+    def _route(self, order: Tensor, owner: Tensor) -> _Route:
+        sent = owner.bincount(minlength=self.size)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        return _Route(order, sent.tolist(), received.tolist())
+
+    def _sent(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send parts of a tensor to the ranks, and return the parts from them."""
+        found = tensor.new_empty(sum(received), *tensor.shape[1:])
+        dist.all_to_all_single(found, tensor.contiguous(), received, sent, group=self._group)
+        return found
+
+    def _back(self, tensor: Tensor, route: _Route) -> Tensor:
+        """Return answers to the ids that this rank had sent, in their own order."""
+        answers = self._sent(tensor, route.received, route.sent)
+        return torch.empty_like(answers).index_copy_(0, route.order, answers)
+
+
+def _sparse(rows: Tensor, grads: Tensor, table: RawTable) -> Tensor:
+    """Make a gradient of rows, each once, in ascending order."""
+    shape = table.weight.shape
+    return torch.sparse_coo_tensor(rows[None], grads, shape, check_invariants=False, is_coalesced=True)

@@ -1,0 +1,99 @@
+"""Code of the user's that `fit` calls while it trains: four hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import ranks
+from ..parallel.protocol import Parallel
+from .history import History, Record
+
+
+class Callback:
+    """Code that `fit(callbacks=...)` calls, on every rank. Override any of the four methods.
+
+    An exception in one of them ends the training, as one in `predict` does.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import Callback, fit
+        >>> class Enough(Callback):
+        ...     def on_record(self, record):
+        ...         return record.loss < 0.6
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]).squeeze(1), batch["liked"]
+        >>> def train():
+        ...     x = torch.linspace(-1, 1, 100)[:, None]
+        ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > 0}, 10)
+        ...     model = replicate(torch.nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+        ...     return fit(model, predict, rows, epochs=50, callbacks=[Enough()], progress=False)
+        >>> len(in_ddp(2, train)) < 50
+        True
+    """
+
+    def on_start(self, model: Parallel, history: History) -> None:
+        """Do something before the first step, and after a snapshot was loaded.
+
+        Args:
+            model: The model that is trained.
+            history: The records of the run; there are some where it is resumed.
+        """
+
+    def on_step(self, step: int) -> None:
+        """Do something after a step, which is the `step`-th of the run.
+
+        Overridden, it prevents `captured` steps.
+        """
+
+    def on_record(self, record: Record) -> bool | None:
+        """Do something with a new record of the history; return True to stop the training. Rank 0's answer counts."""
+        return None
+
+    def on_end(self, history: History) -> None:
+        """Do something after the last step; not after an exception."""
+
+
+class Hooks:
+    """The callbacks of a run.
+
+    Args:
+        callbacks: On this rank, in the order in which they are called; as many on all ranks.
+
+    Raises:
+        TypeError: Something else is among them.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        for one in callbacks:
+            if not isinstance(one, Callback):
+                hint = ": make one, with ()" if isinstance(one, type) else ""
+                raise TypeError(f"`callbacks` must have instances of Callback, got {one!r}{hint}")
+        self._callbacks = list(callbacks)
+
+    @property
+    def each_step(self) -> bool:
+        """True if some want to be called after each step."""
+        return any(type(one).on_step is not Callback.on_step for one in self._callbacks)
+
+    def start(self, model: Parallel, history: History) -> None:
+        """Call `on_start`."""
+        for one in self._callbacks:
+            one.on_start(model, history)
+
+    def step(self, step: int) -> None:
+        """Call `on_step`."""
+        for one in self._callbacks:
+            one.on_step(step)
+
+    def record(self, record: Record) -> bool:
+        """Call `on_record`; return whether one of them stops the training. All ranks must call it."""
+        answers = [bool(one.on_record(record)) for one in self._callbacks]
+        return ranks.on_rank_0(lambda: any(answers))
+
+    def end(self, history: History) -> None:
+        """Call `on_end`."""
+        for one in self._callbacks:
+            one.on_end(history)
