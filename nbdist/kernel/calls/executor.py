@@ -74,7 +74,9 @@ class Executor:
         self.wanted = layout
         """The layout that the session asks for; fewer ranks may run."""
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
-        self.min_ranks, self._on_hang, self._check = min_ranks, on_hang, check
+        self.min_ranks, self._check = min_ranks, check
+        self.on_hang: str | None = on_hang
+        """None: ranks that wait are not looked for, as they wait for the kernel."""
         self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
@@ -167,7 +169,7 @@ class Executor:
                     )
                     group.send(rank, message, parcel=call.parcel)
 
-        about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self._on_hang, "originals": call.originals}
+        about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self.on_hang, "originals": call.originals}
         values = self._send_and_wait(group, send, targets, request.what, stop=stop, once=request.once, **about)
         return values if request.everyone else values[:1]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from torchmetrics import Metric
 from ... import preempted
 from ...devices import collective_device
 from ...numerics import nan
+from ...replay.target import is_replay
 from .. import ranks
 from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
@@ -42,6 +44,7 @@ from .captured import capturing
 from .display import RunDisplay
 from .evaluation import Precision, Predict, check_metrics, check_precision
 from .history import History
+from .recorded import RecordedRun
 from .run import Run
 from .schedule import Schedule, factor_of, scheduled
 from .snapshots import Snapshots
@@ -73,6 +76,7 @@ def fit(
     pipelined: bool | None = None,
     captured: bool | None = None,
     check: Literal["nan"] | None = None,
+    record: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> History:
     """Train a sharded or replicated model. All ranks must call it, with the same arguments.
@@ -133,6 +137,9 @@ def fit(
         check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the training before the step is
             taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
             all their columns. None: as the call (`in_ddp.options(check="nan")`); otherwise losses alone are checked.
+        record: A folder for what each step depends on, so that `nbdist.replay_step` can run any step again in the
+            notebook: a snapshot each 25 steps at first, and more rarely in a longer run, 20 at most; and a mark of each
+            step's result. For CPU ranks. None: nothing is kept.
         progress: Whether rank 0 shows anything.
 
     Returns:
@@ -141,8 +148,8 @@ def fit(
     Raises:
         ValueError: Before anything is trained, for arguments that make no sense, loaders that do not suit, ranks with
             different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`),
-            and snapshots that do not fit. For `captured=True` where steps cannot be recorded, some of it after two
-            steps.
+            snapshots that do not fit, and a folder `record` with a recording. For `captured=True` where steps cannot be
+            recorded, some of it after two steps.
         NotFinite: With `check="nan"`.
         RuntimeError: Outside a process group.
 
@@ -203,19 +210,21 @@ def fit(
     run = Run(model, predict, train, loss, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
     log_every = log_every or run.steps_an_epoch
     eval_every = eval_every or log_every
+    if is_replay():
+        snapshots = None  # of the training that was recorded
     resumed = run.restore(snapshots) if snapshots is not None else ""
+    recorded = RecordedRun(record, run) if record is not None else None
     first = run.step
     total = steps if steps is not None else run.steps_of(epochs or 0)
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
     schedules = contextlib.ExitStack()
     rates = schedules.enter_context(scheduled(model.optimizer, factor, first))
-    display = (
-        RunDisplay(run.history, total, list(metrics) if valid else []) if progress and dist.get_rank() == 0 else None
-    )
+    shows = progress and dist.get_rank() == 0 and not is_replay()
+    display = RunDisplay(run.history, total, list(metrics) if valid else []) if shows else None
     if display and resumed:
         display.note(resumed)
 
-    def record() -> bool:
+    def keep_records() -> bool:
         """Add the records that are due after the last step to the history; return whether training is to stop."""
         evaluated = run.step % eval_every == 0 or run.step == total
         if not run.recorded and (evaluated or run.step % log_every == 0):
@@ -233,17 +242,22 @@ def fit(
     def pauses(step: int) -> bool:
         """Return whether work after a step needs the loader at the position of the training."""
         each = [eval_every, *([snapshots.every or eval_every] if snapshots else [])]
-        return step == total or any(step % every == 0 for every in each)
+        due = recorded is not None and recorded.due(step)
+        return due or step == total or any(step % every == 0 for every in each)
 
     upcoming: list[tuple[int, Any]] = []
-    stopped = record() if run.step else False
+    stopped = keep_records() if run.step else False
     if display and run.step and run.recorded:
         display.update()
     warned = saved = False  # a machine will be taken away: a snapshot is due; the snapshot has been written
     run.checks = check is not None or nan.active() is not None
     capture = capturing(run, captured, total - run.step, schedule is not None)
-    with schedules, run.checking(), contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
+    batches = contextlib.closing(_endless(run))
+    nothing = contextlib.nullcontext()
+    with schedules, run.checking(), batches as groups, capture or nothing, recorded or nothing:
         while run.step < total and not stopped:
+            if recorded is not None:
+                recorded.before_step()
             if capture is not None:
                 before = run.step
                 capture.train(next_stop(run.step))
@@ -256,6 +270,8 @@ def fit(
                 alone = warned or run.ends_epoch(group) or pauses(run.step + 1)
                 upcoming = next(groups) if pipelined and not alone else []
                 run.train_on(group, upcoming[0] if upcoming else None)
+            if recorded is not None:
+                recorded.after_step()
             if snapshots:
                 due = run.step == total or run.step % (snapshots.every or eval_every) == 0
                 warned = warned or (not saved and preempted())
@@ -264,7 +280,7 @@ def fit(
                         capture.settle()
                     run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
                     saved, warned = saved or warned, False
-            stopped = record()
+            stopped = keep_records()
             if snapshots and stopped:
                 run.snapshot(snapshots)
             if display:
