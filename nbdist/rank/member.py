@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ def member(world: World, open_store: Callable[[], Any]) -> Iterator[None]:
         own_groups.install()
         group = worlds.join(world, store)
         own_groups.enter(world, store)
+        torchrec = sys.modules.get("torchrec.distributed.collective_utils")
+        if torchrec is not None:  # what it has agreed upon in an earlier group, some members of this one do not know
+            vars(torchrec)["_INITIALIZED"] = False
         yield
     finally:
         own_groups.uninstall()
@@ -76,7 +80,9 @@ def run_to(
     seeds = way.seeds[rank]
     if seeds is not None:
         worlds.seed_everything(seeds)
-    with aiming_at(way.target):
+    with aiming_at(way.target), warnings.catch_warnings():
+        # Epochs before the step have no batches.
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
         try:
             fn(*args, **kwargs)
         except Reached as reached:

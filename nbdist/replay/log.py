@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ class StepLog:
         self.off = targets.is_replay() and self.target is None
         """True while a step of another recording is run again."""
         self._every, self._taken, self._marks = EVERY, [-1], -1
-        self._parts: list[Any] | None = None
+        self._chosen: list[nn.Parameter] | None = None
         if not targets.is_replay():
             self._open(resumed)
 
@@ -118,25 +119,26 @@ class StepLog:
         (folder,) = Path(self.target.start).iterdir()
         return torch.load(folder / f"rank-{self.rank}.pt", weights_only=False)  # of the user's own ranks
 
-    def done(self, step: int, modules: Iterable[nn.Module]) -> None:
-        """Note the result of a step; end the run of a single step."""
+    def done(self, step: int, modules: Iterable[nn.Module], loss: float = 0.0) -> None:
+        """Note the result of a step, with its loss where that is known; end the run of a single step."""
         if self.off or (self.target is not None and step < self.target.step):
             return
-        mark = self._mark(modules)
+        mark = self._mark(modules, loss)
         if self.target is not None:
             known = marks_of(self.folder, self.rank)[_MARK * (step - 1) : _MARK * step]
             raise Reached(known == mark if known else None)
         os.pwrite(self._marks, mark, _MARK * (step - 1))
 
-    def _mark(self, modules: Iterable[nn.Module]) -> bytes:
-        """Return a check sum of some elements of some parameters: they depend on all that the step did."""
-        if self._parts is None:
-            plain = [one.detach() for module in modules for one in module.parameters() if _readable(one)]
-            chosen = plain[:: max(1, len(plain) // _PARAMETERS)]
-            self._parts = [one.view(-1)[:_ELEMENTS].view(torch.uint8).numpy() for one in chosen]
-        found = 0
-        for part in self._parts:
-            found = zlib.crc32(part, found)
+    def _mark(self, modules: Iterable[nn.Module], loss: float) -> bytes:
+        """Return a check sum of a loss, and of some elements of parameters, and of gradients that are still there."""
+        if self._chosen is None:
+            plain = [one for module in modules for one in module.parameters() if one.requires_grad and _readable(one)]
+            self._chosen = plain[:: max(1, len(plain) // _PARAMETERS)]
+        found = zlib.crc32(struct.pack("d", loss))
+        for one in self._chosen:
+            for tensor in (one, one.grad):
+                if tensor is not None and _readable(tensor):
+                    found = zlib.crc32(tensor.detach().view(-1)[:_ELEMENTS].view(torch.uint8).numpy(), found)
         return found.to_bytes(_MARK, "little")
 
     def close(self) -> None:
@@ -146,9 +148,9 @@ class StepLog:
             self._marks = -1
 
 
-def _readable(one: nn.Parameter) -> bool:
-    plain = type(one) is nn.Parameter and one.layout is torch.strided and one.is_contiguous() and one.numel()
-    return bool(plain) and one.requires_grad and one.device.type == "cpu"
+def _readable(one: torch.Tensor) -> bool:
+    plain = type(one) in (nn.Parameter, torch.Tensor) and one.layout is torch.strided and one.device.type == "cpu"
+    return plain and one.numel() > 0 and one.is_contiguous()
 
 
 def marks_of(folder: Path, rank: int) -> bytes:
