@@ -27,11 +27,12 @@ MAY: dict[str, set[str]] = {
     "wire": set(),
     "shm": set(),
     "numerics": set(),
+    "replay": set(),
     "capture": {"wire"},
-    "rank": {"wire", "capture", "fastai", "numerics"},
+    "rank": {"wire", "capture", "fastai", "numerics", "replay"},
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
-    "kernel": {"wire", "capture", "fastai", "rank", "engines"},
+    "kernel": {"wire", "capture", "fastai", "rank", "engines", "replay"},
     "keeper": {"wire", "capture", "engines", "kernel"},
     "__main__": {"kernel"},
     "integrations.pytest": {"kernel"},
@@ -44,8 +45,10 @@ MAY: dict[str, set[str]] = {
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
     "recsys.parallel": {"shm"},
     "recsys.sharding": {"shm", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
-    "recsys.training": {"numerics", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
-    "fastai": {"shm", "recsys.loader", "recsys.parallel"},
+    "recsys.training": {
+        *("numerics", "replay", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks")
+    },
+    "fastai": {"shm", "replay", "recsys.loader", "recsys.parallel"},
     "recsys.recommenders": {
         *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
     },

@@ -42,13 +42,14 @@ class ReplayedStep:
     rank: int
     """The number of the rank."""
     same: bool | None
-    """Whether the parameters after it are the recorded ones, bit for bit; None: the recorded step did not end."""
+    """Whether the parameters after it are the recorded ones, bit for bit; None: the recorded step, or this one, did not
+    come to its end."""
 
     def __repr__(self) -> str:
         result = {
             True: "the result is the recorded one, bit for bit",
             False: "the result is not the recorded one",
-            None: "the recorded step did not end, so that there is nothing to compare with",
+            None: "there is no recorded result to compare with",
         }
         return f"step {self.step} of rank {self.rank}: {result[self.same]}"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import pdb
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..replay import target
 from ..replay.target import Reached, Target, aiming_at
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, RendezvousAddress
@@ -87,11 +89,12 @@ def run_to(
             fn(*args, **kwargs)
         except Reached as reached:
             return reached.with_traceback(None)
-    return None
+        return Reached() if target.begun else None
 
 
 def run_to_in_rank(way: Way, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
     """Do `run_to` in a rank; return whether the step was reached."""
+    _ignore_breakpoints()
     return run_to(way, int(os.environ["RANK"]), fn, args, kwargs) is not None
 
 
@@ -102,7 +105,17 @@ def run_beside(beside: Beside, way: Way, fn: Callable[..., Any], /, *args: Any, 
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == beside.rank:
         return
+    _ignore_breakpoints()
     inspect.unwrap(dist.destroy_process_group)()  # what `frameworks` replaces spares the group
     world = cpu_world(rank, size, beside.threads, beside.address, beside.timeout)
     with member(world, lambda: dist.FileStore(beside.file, size)):
         run_to(way, rank, fn, args, kwargs)
+
+
+def _ignore_breakpoints() -> None:
+    """Leave breakpoints to the kernel, in a rank that serves for nothing else."""
+
+    def ignore(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    sys.breakpointhook = pdb.set_trace = ignore

@@ -119,6 +119,11 @@ class StepLog:
         (folder,) = Path(self.target.start).iterdir()
         return torch.load(folder / f"rank-{self.rank}.pt", weights_only=False)  # of the user's own ranks
 
+    def begin(self, step: int) -> None:
+        """Know that a step begins in which the loop may end."""
+        if self.target is not None and step == self.target.step:
+            targets.begun = True
+
     def done(self, step: int, modules: Iterable[nn.Module], loss: float = 0.0) -> None:
         """Note the result of a step, with its loss where that is known; end the run of a single step."""
         if self.off or (self.target is not None and step < self.target.step):

@@ -94,6 +94,7 @@ class Recording:
                 batch = next(batches)
             except StopIteration:
                 return
+            log.begin(self._step + 1)
             yield batch
             self._step += 1
             number += 1

@@ -36,6 +36,8 @@ class Reached(BaseException):
 seeds: Sequence[int] | None = None
 """The numbers with which this rank was seeded for the call that runs; None: with none."""
 _target: Target | None = None
+begun = False
+"""Whether the step that is run again has begun: a loop may end in it."""
 
 
 def is_replay() -> bool:
@@ -51,8 +53,8 @@ def target_in(folder: str | os.PathLike[str]) -> Target | None:
 @contextlib.contextmanager
 def aiming_at(target: Target) -> Iterator[None]:
     """Make trainings inside `with` go from a snapshot to a step of its recording."""
-    global _target
-    before, _target = _target, target
+    global _target, begun
+    before, _target, begun = _target, target, False
     try:
         yield
     finally:

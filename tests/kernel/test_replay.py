@@ -132,7 +132,9 @@ def loop(say=False):
         optimizer.step()
         if say:
             print(f"rank {dist.get_rank()} of {dist.get_world_size()}: loss {loss.item():.6f}")
-        if say == "fail":
+        if say == "stop":
+            breakpoint()
+        if say == "fail" and recording._step == 6:
             raise ValueError(f"{batch.shape}")
 in_ddp.options(devices="cpu")(2, loop)
 """
@@ -143,6 +145,14 @@ def test_in_a_notebook_with_prints_and_the_debugger(kernel: Kernel) -> None:
     found = kernel.run('replay_step("recorded", loop, True, step=31, rank=1)')
     assert found.text.count("rank 1 of 2: loss") == 1 and "rank 0" not in found.text, found.text
     assert "step 31 of rank 1: the result is the recorded one, bit for bit" in found.text, found
+    stopped = kernel.run("""
+import os
+os.environ["PYTHONBREAKPOINT"] = "__main__.stop"
+def stop():
+    print("stopped at rank", dist.get_rank())
+replay_step("recorded", loop, "stop", step=31, rank=1)
+""")
+    assert stopped.text.count("stopped at") == 1 and "stopped at rank 1" in stopped.text, stopped
     failed = kernel.run('replay_step("recorded", loop, "fail", step=7)')
     assert failed.error == "ValueError" and "(torch.Size" not in failed.message and "[4, 2]" in failed.message, failed
     looked = kernel.run(

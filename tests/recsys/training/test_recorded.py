@@ -37,7 +37,7 @@ def train(how: str, folder: Path, sink: dict[str, Any], steps: int = STEPS) -> d
             one.register_post_accumulate_grad_hook(lambda one, name=name: gradients[-1].update({name: one}))
 
     def keep(*_: Any) -> None:
-        gradients[-1] = {name: one.grad.clone() for name, one in gradients[-1].items()}
+        gradients[-1] = {name: one.grad.clone() for name, one in gradients[-1].items() if one.grad is not None}
 
     model.optimizer.register_step_pre_hook(keep)
     fit(
