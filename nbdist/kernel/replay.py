@@ -35,15 +35,15 @@ _SOON = 5.0
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What came of a step that was run again."""
+    """The result of a step that was run again."""
 
     step: int
     """The number of the step, from 1."""
     rank: int
     """The number of the rank."""
     same: bool | None
-    """Whether the parameters after it are the recorded ones, bit for bit; None: the recorded step, or this one, did not
-    come to its end."""
+    """True if the parameters after it are the recorded ones, bit for bit; None if there is nothing to compare with,
+    because the recorded step, or this one, did not come to its end."""
 
     def __repr__(self) -> str:
         result = {
@@ -164,7 +164,7 @@ class _Recording:
         return Way(Target(str(self._folder), self._step, str(start), str(end or "")), self._seeds)
 
     def go_to_step(self, session: Session | None, scratch: Path, what: tuple[Any, ...]) -> Path:
-        """Let all ranks train up to the step; return the folder with their snapshot before it."""
+        """Make all ranks train up to the step; return the folder with their snapshot before it."""
         start, end = scratch / "start", scratch / "end"
         start.mkdir()
         (start / f"step-{self.snapshot}").symlink_to(self._folder / f"step-{self.snapshot}")
@@ -176,7 +176,7 @@ class _Recording:
         return end
 
     def last_step(self, session: Session | None, scratch: Path, start: Path, what: tuple[Any, ...]) -> Reached | None:
-        """Run the step in this process, with the other ranks beside it."""
+        """Run the step in this process, together with the other ranks."""
         import torch.distributed as dist
 
         way, file = self._way(start, None), str(scratch / "store")

@@ -45,15 +45,15 @@ class Models:
 class AfterForward:
     """Calls `action(module, args, kwargs, output)` after forward passes, until the stack closes.
 
-    At first after those of all modules, later after those of some: a hook of all modules takes the short way through a
-    call from each of them, which costs a model of small layers a percent of its step.
+    At first after the passes of all modules, later of some: with a hook of all modules, torch takes the long way through
+    each call of each of them.
     """
 
     def __init__(self, stack: contextlib.ExitStack, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
         self._hook = _Hook(action)
         self._handles: list[Any] = []
         self.everywhere = False
-        """True: after those of all modules."""
+        """True: after the passes of all modules."""
         self.of_all()
         stack.callback(self._remove)
 

@@ -31,7 +31,7 @@ class NanCheck:
         self.batch: Batch | None = None
         """Set by loops that know it, such as `fit`."""
         self.forwards: AfterForward | None = None
-        """Set by `nan_check`: what tells of the calls of models."""
+        """Set by `nan_check`: the source of calls of models."""
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
         self._models = Models()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

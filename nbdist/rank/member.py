@@ -56,7 +56,7 @@ def cpu_world(rank: int, size: int, threads: int, address: RendezvousAddress, ti
 
 
 class Way(NamedTuple):
-    """What the ranks of a replay have to know."""
+    """The step of a replay, and how its ranks begin."""
 
     target: Target
     seeds: Sequence[Sequence[int] | None]

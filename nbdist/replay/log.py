@@ -1,4 +1,4 @@
-"""What a rank keeps of its steps in a folder: snapshots now and then, and a mark of each step's result.
+"""The log of a rank's steps in a folder: snapshots now and then, and a mark of each step's result.
 
 The folder holds `rank-R.json`, which says how the ranks were started; `rank-R.marks`, four bytes for each step; and
 `step-N/rank-R.pt`, the state after N steps.

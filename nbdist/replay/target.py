@@ -37,7 +37,7 @@ seeds: Sequence[int] | None = None
 """The numbers with which this rank was seeded for the call that runs; None: with none."""
 _target: Target | None = None
 begun = False
-"""Whether the step that is run again has begun: a loop may end in it."""
+"""True if the step that is run again has begun: a loop may end in it."""
 
 
 def is_replay() -> bool:

@@ -66,7 +66,7 @@ class Waiting:
             keyboard: The source of lines that ranks ask for. None: the user types them.
             once: Whether the ranks end after the call, so that their state may be lost.
             on_hang: What happens when the ranks can never go on: "raise" fails with `RankStuck`, "say" shows the reason
-                in the cell. None: nobody looks whether they can.
+                in the cell. None: this is not looked for.
         """
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
         self._timeout, self._stop, self._once, self._on_hang = timeout, stop, once, on_hang

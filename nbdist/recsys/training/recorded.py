@@ -1,4 +1,4 @@
-"""What `fit(record=...)` keeps, so that `replay_step` can run a step of it again."""
+"""The recording of `fit(record=...)`, so that `replay_step` can run a step of it again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RecordedRun:
 
     @property
     def replays(self) -> bool:
-        """Whether a step is run again."""
+        """True if a step is run again."""
         return self._log.target is not None
 
     def due(self, step: int) -> bool:
