@@ -27,8 +27,10 @@ if _typing.TYPE_CHECKING:
     from .kernel.named.listing import sessions
     from .kernel.pools.context import context
     from .kernel.pools.parallel_map import parallel_map
+    from .kernel.replay import replay_step
     from .kernel.session import Session
     from .rank.preemption import preempted
+    from .replay.recording import Recording
 
 __all__ = [
     "CaptureError",
@@ -39,6 +41,7 @@ __all__ = [
     "RankStuck",
     "RankTimeout",
     "RayOptions",
+    "Recording",
     "Session",
     "WorkerDied",
     "attach",
@@ -51,6 +54,7 @@ __all__ = [
     "post_mortem",
     "preempted",
     "rank_device",
+    "replay_step",
     "sessions",
     "use",
     "warm",
@@ -66,6 +70,7 @@ _HOMES = {
     "RankStuck": "errors",
     "RankTimeout": "errors",
     "RayOptions": "engines.ray.options",
+    "Recording": "replay.recording",
     "Session": "kernel.session",
     "WorkerDied": "errors",
     "attach": "kernel.named.attaching",
@@ -78,6 +83,7 @@ _HOMES = {
     "post_mortem": "kernel.launch",
     "preempted": "rank.preemption",
     "rank_device": "devices",
+    "replay_step": "kernel.replay",
     "sessions": "kernel.named.listing",
     "use": "engines",
     "warm": "kernel.launch",

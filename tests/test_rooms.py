@@ -31,11 +31,12 @@ MAY: dict[str, set[str]] = {
     "wire": set(),
     "shm": set(),
     "numerics": set(),
+    "replay": set(),
     "capture": {"wire"},
-    "rank": {"wire", "capture", "fastai", "numerics"},
+    "rank": {"wire", "capture", "fastai", "numerics", "replay"},
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
-    "kernel": {"wire", "capture", "fastai", "rank", "engines"},
+    "kernel": {"wire", "capture", "fastai", "rank", "engines", "replay"},
     "keeper": {"wire", "capture", "engines", "kernel"},
     "__main__": {"kernel"},
     "integrations.pytest": {"kernel"},
@@ -56,8 +57,10 @@ MAY: dict[str, set[str]] = {
         "recsys.raw_ids",
         "recsys.versions",
     },
-    "recsys.training": {"numerics", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
-    "fastai": {"shm", "recsys.loader", "recsys.parallel"},
+    "recsys.training": {
+        *("numerics", "replay", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks")
+    },
+    "fastai": {"shm", "replay", "recsys.loader", "recsys.parallel"},
     "recsys.recommenders": {
         *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
     },

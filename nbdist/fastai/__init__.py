@@ -1,23 +1,24 @@
-"""fastai's learners on ranks: `fast`, and a switch for the changes that ranks make in fastai."""
+"""fastai's learners on ranks: `fast`, `RecordSteps`, and a switch for the changes that ranks make in fastai."""
 
+import importlib as _importlib
 import typing as _typing
 
 from .patches import patch_ranks
 
 if _typing.TYPE_CHECKING:
     from .learners import fast
+    from .recording import RecordSteps
 
-__all__ = ["fast", "patch_ranks"]
+__all__ = ["RecordSteps", "fast", "patch_ranks"]
+_HOMES = {"RecordSteps": "recording", "fast": "learners"}
 
 
 def __getattr__(name: str) -> _typing.Any:
     # Each rank imports this file; fastai is imported where it is used.
-    if name != "fast":
+    if name not in _HOMES:
         raise AttributeError(f"module 'nbdist.fastai' has no attribute {name!r}", name=name, obj=None)
-    from .learners import fast
-
-    globals()["fast"] = fast
-    return fast
+    value = globals()[name] = getattr(_importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from .. import engines
 from ..capture.imports import modules_named, parse_imports
-from ..capture.need import Names, given_names
-from ..capture.per_rank import for_each_rank, own
+from ..capture.need import Names
 from ..checks import check_count, check_flag, check_number, shown
-from ..devices import choose_backend, choose_devices
 from ..errors import NbdistError, entry, entry_class
-from ..fastai.patches import patched
-from ..rank import world as rank_world
-from ..rank.own_groups import OwnGroups
-from ..wire.messages import Slot, World
-from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
-from .calls.arguments import check_call, check_platform
+from .calls.arguments import check_platform, checks_named
 from .calls.stopping import nothing_sent
+from .in_kernel import run_in_kernel
 from .options import SessionOptions
 from .session import Session, call_once, executor_of
 
@@ -39,7 +31,7 @@ class Launcher(SessionOptions):
     All arguments after `fn` belong to the function, even those with the names `imports` or `need`. These two options
     are described at `in_ddp`, the others at `Session`. With `hold_on_error=True`, the ranks of a call that has raised
     stay for `post_mortem`, until that or the next call. With no ranks (`ngpus=0`) the function runs in this process,
-    and only `imports` and `need` are used.
+    and only `imports`, `need` and `check` are used.
 
     Raises:
         TypeError, ValueError: For options that make no sense.
@@ -140,7 +132,8 @@ def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ..
         )
     ngpus = check_count(ngpus, least=0, name="ngpus")
     if ngpus == 0:
-        return _in_kernel(fn, args, kwargs, own.imports, own.need)
+        found: T = run_in_kernel(fn, args, kwargs, own.imports, own.need, checks_named(own.check))
+        return found
     _close_held()
     options = {field.name: getattr(own, field.name) for field in fields(SessionOptions)}
     with contextlib.ExitStack() as stack:
@@ -225,66 +218,3 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named:
     engine.warm(modules)
     if idle is not None:
         engine.idle(idle)
-
-
-def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any) -> T:
-    block, names = check_call(fn, imports, need)
-    args, kwargs = for_each_rank(args, kwargs, 1)
-    args, kwargs = [own(value, 0) for value in args], {name: own(value, 0) for name, value in kwargs.items()}
-    with given_names(block, names), _group_of_one(), patched(), _breakpoints():
-        return fn(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _breakpoints() -> Iterator[None]:
-    """Make `breakpoint()` open pdb. In a kernel it opens the front end's debugger by default, and without one it does
-    nothing."""
-    hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
-    if debugpy is not None and not debugpy.is_client_connected():
-        sys.breakpointhook = sys.__breakpointhook__
-    try:
-        yield
-    finally:
-        sys.breakpointhook = hook
-
-
-@contextlib.contextmanager
-def _group_of_one() -> Iterator[None]:
-    """Enter a process group of this process alone, with the environment of a rank; restore both afterwards."""
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_initialized():  # the user's own: it is as good
-        yield
-        return
-    device = choose_devices(1, None)[0]
-    if device != "cpu":  # the one that the notebook works with
-        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else device
-    environ, own_groups = dict(os.environ), OwnGroups()
-    with contextlib.closing(Rendezvous()) as rendezvous:
-        world = World(
-            rank=0,
-            world_size=1,
-            device=device,
-            visible="" if device == "cpu" else None,
-            backend=choose_backend([device], None)[0],
-            slot=Slot(0, 0, 1, LOOPBACK_INTERFACE, torch.get_num_threads(), ()),
-            rendezvous=rendezvous.address,
-            threads=torch.get_num_threads(),
-        )
-        for name in INTERFACE_VARIABLES:  # the group has no other process to connect to
-            os.environ.pop(name, None)
-        os.environ.update(rank_world.environ(world))
-        try:
-            store = open_store(0, 1, rendezvous.address, ())
-            own_groups.install()
-            group = rank_world.join(world, store)
-            own_groups.enter(world, store)
-            yield
-        finally:
-            own_groups.uninstall()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            os.environ.clear()
-            os.environ.update(environ)
-    del group, store, own_groups

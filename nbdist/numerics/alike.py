@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..devices import collective_device
 from ..errors import RankMismatch
 from .finite import tensors_in
-from .hooks import Models, after_forward, around_steps, in_training, parameters_of
+from .hooks import AfterForward, Models, around_steps, in_training, parameters_of
 from .report import plain
 
 #: Packages whose modules have other parts of a table, or of a parameter, on each rank.
@@ -215,6 +215,6 @@ def rank_check(every: int) -> Iterator[None]:
         return
     check = RankCheck(every)
     with contextlib.ExitStack() as stack:
-        after_forward(stack, check.called)
+        AfterForward(stack, check.called)
         around_steps(stack, check.before_step, check.after_step)
         yield

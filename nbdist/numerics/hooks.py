@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,9 +42,53 @@ class Models:
         return module in self._inner
 
 
-def after_forward(stack: contextlib.ExitStack, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
-    """Call `action(module, args, kwargs, output)` after each forward pass, until the stack closes."""
-    stack.callback(register_module_forward_hook(action, with_kwargs=True).remove)
+class AfterForward:
+    """Calls `action(module, args, kwargs, output)` after forward passes, until the stack closes.
+
+    At first after the passes of all modules, later of some: with a hook of all modules, torch takes the long way
+    through each call of each of them.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
+        self._hook = _Hook(action)
+        self._handles: list[Any] = []
+        self.everywhere = False
+        """True: after the passes of all modules."""
+        self.of_all()
+        stack.callback(self._remove)
+
+    def of_all(self) -> None:
+        """Look at all modules from now on."""
+        self._remove()
+        self._handles = [register_module_forward_hook(self._hook, with_kwargs=True)]
+        self.everywhere = True
+
+    def only_of(self, models: Iterable[nn.Module]) -> None:
+        """Look at these alone from now on."""
+        self._remove()
+        self._handles = [one.register_forward_hook(self._hook, with_kwargs=True) for one in models]
+        self.everywhere = False
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hook:
+    """A hook that a copy of its module does without."""
+
+    def __init__(self, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
+        self._action = action
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._action(module, args, kwargs, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def around_steps(

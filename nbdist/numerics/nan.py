@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from .finite import all_finite, tensors_in
-from .hooks import Models, after_forward, around_steps, in_training, parameters_of, replace
+from .hooks import AfterForward, Models, around_steps, in_training, parameters_of, replace
 from .search import Batch, ModelCall, Search
 
 #: Calls of models that are remembered, for the search.
 _MOST_CALLS = 16
+#: Steps of an optimizer after which its models are known.
+_STEPS_TO_KNOW = 2
 
 
 class NanCheck:
@@ -28,6 +30,8 @@ class NanCheck:
     def __init__(self) -> None:
         self.batch: Batch | None = None
         """Set by loops that know it, such as `fit`."""
+        self.forwards: AfterForward | None = None
+        """Set by `nan_check`: the source of calls of models."""
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
         self._models = Models()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -114,8 +118,17 @@ class NanCheck:
                     raise self._search().loss_error(loss, self._step())
             raise self._search().gradient_error(parameters, self._step(optimizer), self._node)
         self._node = None
+        self._look_at_models(self._steps[optimizer])
         if len(self._steps) == 1:
             self._calls.clear()
+
+    def _look_at_models(self, steps: int) -> None:
+        """Look at the models alone once they are known; at all modules again where none of them was called."""
+        assert self.forwards is not None
+        if self.forwards.everywhere and self._calls and steps > _STEPS_TO_KNOW:
+            self.forwards.only_of(self._models.all)
+        elif not self.forwards.everywhere and not self._calls and self.batch is None:
+            self.forwards.of_all()
 
     def at_the_end(self) -> None:
         """Check the parameters that the last steps have left."""
@@ -162,7 +175,7 @@ def nan_check() -> Iterator[NanCheck]:
     _active.append(check)
     with contextlib.ExitStack() as stack:
         stack.callback(_active.remove, check)
-        after_forward(stack, check.called)
+        check.forwards = AfterForward(stack, check.called)
         around_steps(stack, check.before_step, check.after_step)
         replace(stack, torch.autograd, "backward", functools.partial(_backward, check))
         for name in ("torch.amp.grad_scaler", "torch.distributed.fsdp.sharded_grad_scaler"):

@@ -13,6 +13,7 @@ from ..capture.diagnosis import explain_unreadable
 from ..capture.per_rank import own
 from ..capture.reading import Unreadable, read
 from ..notebook.shell import label_cells
+from ..replay import target
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
 from ..wire.protocol import Call
@@ -41,6 +42,7 @@ class Caller:
     def run(self, call: Call, parcel: Parcel) -> Any:
         """Run the function, and return its value."""
         os.environ.update(call.restarts)
+        target.seeds = call.seeds
         if call.seeds is not None:
             seed_everything(call.seeds)
         fn, args, kwargs = self.take(call.header, parcel, f"rank {os.environ['RANK']}")
@@ -48,7 +50,7 @@ class Caller:
         named = {name: own(value, call.place) for name, value in kwargs.items()}
         del args, kwargs
         try:
-            with _checked(call.check):
+            with checked(call.check):
                 return fn(*positional, **named)
         finally:
             shell.after_call()
@@ -87,7 +89,7 @@ class Caller:
         return fn, args, kwargs
 
 
-def _checked(checks: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+def checked(checks: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Check the numbers of what runs inside `with`, if that is asked for."""
     if not checks:
         return contextlib.nullcontext()

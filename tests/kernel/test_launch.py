@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import LINUX, open_fds, poll, shared_memory_names
 
-from nbdist import CaptureError, RankDied, Session, devices, in_ddp, warm
+from nbdist import CaptureError, NotFinite, RankDied, Session, devices, in_ddp, warm
 from nbdist.engines import forkserver
 from nbdist.system.connections import sockets
 from nbdist.system.cores import usable_cores
@@ -496,3 +496,21 @@ def test_calls_from_another_thread() -> None:
     assert in_ddp(2, all_reduce_of_ones) == 2.0
     caller.join()
     assert values == [2.0]
+
+
+def _logarithm() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        weight.log().sum().backward()
+        optimizer.step()
+
+
+def test_checks_hold_in_the_kernel_too() -> None:
+    """`check=` was ignored without ranks."""
+    in_ddp(0, _logarithm)
+    with pytest.raises(NotFinite, match="the loss of step 1 is -inf"):
+        in_ddp.options(check="nan")(0, _logarithm)
+    in_ddp.options(check="ranks")(0, _logarithm)
+    in_ddp(0, _logarithm)

@@ -124,6 +124,10 @@ def test_status_stacks_logs(notebook: Kernel) -> None:
     assert any("<table>" in o.get("data", {}).get("text/html", "") for o in status.outputs)
     assert notebook.ok("%ddp stacks").text.count("waits for a call") == 3
     assert "line of 1\n" in notebook.ok("%ddp logs 1").text
+    notebook.ok("%%ddp\nimport torch\ndist.all_reduce(torch.ones(5))")
+    shown = notebook.ok("%ddp collectives")
+    assert "all_reduce of 5 float32" in shown.text
+    assert any("<svg" in o.get("data", {}).get("text/html", "") for o in shown.outputs)
 
 
 def test_help_of_the_commands(notebook: Kernel) -> None:

@@ -64,7 +64,9 @@ class Executor(SessionRanks):
         min_ranks: int | None = None,
     ) -> None:
         super().__init__(engine, layout, timeout=timeout, keep_frames=keep_frames, min_ranks=min_ranks)
-        self._restarts, self._on_hang, self._check = restarts, on_hang, check
+        self._restarts, self._check = restarts, check
+        self.on_hang: str | None = on_hang
+        """None: ranks that wait are not looked for, as they wait for the kernel."""
 
     def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
         """Run a call, and repeat it after the loss of a rank. Returns the values of the ranks that answer."""
@@ -118,7 +120,7 @@ class Executor(SessionRanks):
                     )
                     group.send(rank, message, parcel=call.parcel)
 
-        about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self._on_hang, "originals": call.originals}
+        about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self.on_hang, "originals": call.originals}
         values = self._send_and_wait(group, send, targets, request.what, stop=stop, once=request.once, **about)
         return values if request.everyone else values[:1]
 

@@ -53,7 +53,7 @@ class Waiting:
         stop: Stop | None = None,
         keyboard: Keyboard | None = None,
         once: bool = False,
-        on_hang: str = "say",
+        on_hang: str | None = "say",
     ) -> None:
         """
         Args:
@@ -66,7 +66,7 @@ class Waiting:
             keyboard: The source of lines that ranks ask for. None: the user types them.
             once: Whether the ranks end after the call, so that their state may be lost.
             on_hang: What happens when the ranks can never go on: "raise" fails with `RankStuck`, "say" shows the reason
-                in the cell.
+                in the cell. None: this is not looked for.
         """
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
         self._timeout, self._stop, self._once, self._on_hang = timeout, stop, once, on_hang
@@ -158,7 +158,8 @@ class Waiting:
         if not self._ending.leaving:
             if not self.pending <= self._begun:
                 self._notices.late(self._ending.elapsed(), self.pending, self._begun)
-            self._look_for_hang()
+            if self._on_hang is not None:
+                self._look_for_hang()
         listener.select(self._page.soon(self._keyboard.soon(left)))
         self._relay.show_unfinished()
         self._page.look()

@@ -112,6 +112,7 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
         start.add_argument(flag.replace("_", "-"), dest=name, default=SUPPRESS, **about)
     command("status", "show what each rank does", magics.status)
     command("stacks", "show where each rank is", magics.stacks)
+    command("collectives", "show the last collectives of each rank, as a picture", magics.collectives)
     command("logs", "show what a rank has written", magics.logs).add_argument("rank", type=int)
     command("push", "send variables of the notebook to all ranks", magics.push).add_argument("names", nargs="+")
     command("pull", "bring variables of rank 0 into the notebook", magics.pull).add_argument("names", nargs="+")

@@ -16,6 +16,7 @@ from ...errors import entry
 from ...notebook.completion import complete_alone, complete_also, inspect_also
 from ...notebook.shell import cell_numbers, label_cells
 from ...rank import cells
+from ..collectives import Collectives
 from ..launch import warm
 from ..named.attaching import attach
 from ..named.listing import SessionTable, sessions
@@ -77,6 +78,7 @@ class DdpMagics(Magics):
                                                       start N ranks, with the options of nbdist.Session; gives that
         %ddp status                                   what each rank does
         %ddp stacks                                   where each rank is
+        %ddp collectives                              the last collectives of each rank, as a picture
         %ddp logs RANK                                what a rank has written
         %ddp push NAME ...                            send variables of the notebook to all ranks
         %ddp pull NAME ...                            bring variables of rank 0 into the notebook
@@ -170,6 +172,9 @@ class DdpMagics(Magics):
 
     def stacks(self, arguments: Namespace) -> None:
         print(self._running().stacks())
+
+    def collectives(self, arguments: Namespace) -> Collectives:
+        return self._running().collectives()
 
     def logs(self, arguments: Namespace) -> None:
         print(self._running().logs(arguments.rank), end="")

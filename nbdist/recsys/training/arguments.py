@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import Metric
 
+from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
 from ..parallel.protocol import Parallel
 from ..parallel.replicated import Replicated
 from .evaluation import Precision, check_metrics, check_precision
-from .objective import ONLY, Loss, log_loss
+from .objective import ONLY, Evaluation, Objective, by_task, log_loss
 from .snapshots import Snapshots
 
 
@@ -58,12 +59,30 @@ def check_options(
         )
 
 
-def default_metrics(losses: Mapping[str, Loss], valid: Loader | None) -> Mapping[str, Any]:
-    """Return the metrics of click models. Raises `ValueError` if rows are evaluated and the loss is another one."""
-    if any(one is not log_loss for one in losses.values()) and valid is not None:
-        raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
-    found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in losses}
-    return found.get(ONLY, found)
+def evaluation_of(
+    goal: Objective, valid: Loader | None, metrics: Mapping[str, Any] | None, patience: int | None
+) -> Evaluation:
+    """Return the evaluations; without `metrics`, those of click models for each task.
+
+    Raises:
+        ValueError: There are no metrics for a loss of the user's, or metrics of a task without a loss.
+    """
+    if metrics is None:
+        if valid is not None and any(one is not log_loss for one in goal.losses.values()):
+            raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
+        found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in goal.losses}
+        metrics = found.get(ONLY, found)
+    flat, tasks = by_task(metrics)
+    if valid is not None and (foreign := {*tasks.values()} - goal.losses.keys()):
+        raise ValueError(f"`metrics` and `loss` must have the same tasks, got metrics of {min(foreign)!r} alone")
+    return Evaluation(valid, flat, tasks, patience)
+
+
+def sends_ahead(model: Parallel, train: Loader, pipelined: bool | None) -> bool:
+    """Return whether the ids of the next batch are sent during the backward pass of this one."""
+    if pipelined is None:
+        pipelined = collective_device().type == "cuda"
+    return pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
 
 
 def check_run(

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...devices import collective_device
+from ...replay.random_states import random_state
 from ..loader.batches import Window
 from ..loader.columns import split, take
 from ..parallel.common_tables import CommonTables, sparse_tables
 from ..parallel.device_steps import DeviceSteps, unsuitable
 from ..parallel.replicated import Replicated
 from .run import Run
-from .snapshots import random_state
 
 UNROLLED = 16
 """Steps of the longer graph."""

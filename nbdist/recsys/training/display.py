@@ -8,12 +8,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from ...notebook.shell import shell
+from ...replay.target import is_replay
 from .history import History, cells, failures, head, text_row
 
 _PART = 0.05
 """The part of the time that drawing may take: a plot takes as long as many steps, and the other ranks wait for rank
 0."""
+
+
+def shown(history: History, total: int, metrics: Sequence[str], progress: bool, note: str) -> RunDisplay | None:
+    """Return a display with a note, on rank 0; None if nothing is to be shown, as when a recorded step runs again."""
+    if not progress or dist.get_rank() != 0 or is_replay():
+        return None
+    display = RunDisplay(history, total, metrics)
+    if note:
+        display.note(note)
+    return display
 
 
 class RunDisplay:

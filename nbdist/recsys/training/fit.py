@@ -19,25 +19,27 @@ Inside a rank::
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import torch.distributed as dist
 from torchmetrics import Metric
 
 from ...devices import collective_device
 from ...numerics import nan
+from ...replay.target import is_replay
 from ..loader.base import Loader
 from ..parallel.protocol import Parallel
-from .arguments import check_model, check_options, check_run, check_steps, default_metrics
+from .arguments import check_model, check_options, check_run, check_steps, evaluation_of, sends_ahead
 from .callbacks import Callback, Hooks
 from .captured import capturing
-from .display import RunDisplay
+from .display import shown
 from .evaluation import Precision, Predict
 from .history import History
-from .logs import Logging, Logs, check_logs
+from .logs import Logs, logging_of
 from .loop import Due, Loop
-from .objective import Loss, by_task, log_loss, objective
+from .objective import Loss, log_loss, objective
+from .recorded import RecordedRun
 from .run import Run
 from .schedule import Schedule, factor_of, scheduled
 from .snapshots import Snapshots
@@ -65,6 +67,7 @@ def fit(
     pipelined: bool | None = None,
     captured: bool | None = None,
     check: Literal["nan"] | None = None,
+    record: str | os.PathLike[str] | None = None,
     log: Logs | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
@@ -135,6 +138,9 @@ def fit(
             taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
             all their columns. None: the option of the call (`in_ddp.options(check="nan")`) decides; without it, only
             losses are checked.
+        record: A folder for what each step depends on, so that `nbdist.replay_step` can run any step again in the
+            notebook: a snapshot each 25 steps at first, and more rarely in a longer run, 20 at most; and a mark of each
+            step's result. For CPU ranks. None: nothing is kept.
         log: Where rank 0 writes each record's numbers, too: "json_lines" (a file), "tensorboard" (a folder), "mlflow"
             or "wandb"; or a dict from these names to a path, or to a dict of options for the library, such as
             `{"json_lines": "run.jsonl", "wandb": {"project": "clicks"}}`. An active run of MLflow or Weights & Biases
@@ -148,8 +154,8 @@ def fit(
     Raises:
         ValueError: Before anything is trained, for invalid arguments, loaders that `fit` cannot use, ranks with
             different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`),
-            and snapshots that do not fit. With `captured=True`, if steps cannot be recorded; some reasons are found
-            after two steps only.
+            snapshots that do not fit, and a folder `record` with a recording. With `captured=True`, if steps cannot be
+            recorded; some reasons are found after two steps only.
         NotFinite: With `check="nan"`.
         RuntimeError: Outside a process group.
 
@@ -175,14 +181,12 @@ def fit(
     """
     check_model(model)
     goal = objective(loss, sample_weight)
-    metrics, tasks = by_task(default_metrics(goal.losses, valid) if metrics is None else metrics)
-    if valid is not None and (foreign := {*tasks.values()} - goal.losses.keys()):
-        raise ValueError(f"`metrics` and `loss` must have the same tasks, got metrics of {min(foreign)!r} alone")
+    evaluation = evaluation_of(goal, valid, metrics, patience)
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
-    check_run(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
+    counts["gradient_accumulation_steps"] = gradient_accumulation_steps
+    check_run(train, valid, counts, evaluation.metrics, snapshots)
     check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check)
-    logs = check_logs(log)
-    logging = Logging(logs if dist.get_rank() == 0 else {})
+    logging = logging_of(log)
     hooks = Hooks([*callbacks, logging])
     for loader in (train, valid):
         if loader is not None:
@@ -192,38 +196,16 @@ def fit(
     def factor(step: int) -> float:
         return 1.0 if schedule is None else factor_of(schedule, min(step, due.total - 1))
 
-    if pipelined is None:
-        pipelined = collective_device().type == "cuda"
-    pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
-    run = Run(model, predict, train, goal, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
-    resumed = run.restore(snapshots) if snapshots is not None else ""
-    log_every = log_every or run.steps_an_epoch
-    eval_every = eval_every or log_every
-    save_every = None if snapshots is None else snapshots.every or eval_every
-    due = Due(steps if steps is not None else run.steps_of(epochs or 0), log_every, eval_every, save_every)
-    show = progress and dist.get_rank() == 0
-    display = RunDisplay(run.history, due.total, list(metrics) if valid else []) if show else None
-    if display and resumed:
-        display.note(resumed)
-    run.checks = check is not None or nan.active() is not None
-    run.each_step = hooks.each_step
-    loop = Loop(
-        run,
-        due,
-        valid=valid,
-        metrics=metrics,
-        tasks=tasks,
-        hooks=hooks,
-        snapshots=snapshots,
-        patience=patience,
-        display=display,
-    )
+    ahead = sends_ahead(model, train, pipelined)
+    run = Run(model, predict, train, goal, factor, precision, max_grad_norm, gradient_accumulation_steps, ahead)
+    run.checks, run.each_step = check is not None or nan.active() is not None, hooks.each_step
+    snapshots = None if is_replay() else snapshots  # of the training that was recorded
+    resumed = "" if snapshots is None else run.restore(snapshots)
+    recorded = None if record is None else RecordedRun(record, run)
+    due = Due.of(run, counts, snapshots)
+    display = shown(run.history, due.total, list(evaluation.metrics) if valid else [], progress, resumed)
+    loop = Loop(run, due, evaluation, hooks, snapshots, recorded, display)
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
     with contextlib.closing(logging), scheduled(model.optimizer, factor, run.step) as rates:
-        hooks.start(model, run.history)
-        loop.begin()
         loop.train(rates, capturing(run, captured, due.total - run.step, schedule is not None))
-        hooks.end(run.history)
-    if display:
-        display.close(f"{run.step:,} steps{', stopped early' if loop.stopped else ''}")
     return run.history

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import torch.distributed as dist
+
+from ...replay.target import is_replay
 from ..io.disk import sync
 from .callbacks import Callback
 from .history import History, Record, numbers
@@ -135,6 +138,13 @@ def check_logs(log: Logs | None) -> dict[str, Any]:
         if name != "json_lines":
             _require(name, name)
     return found
+
+
+def logging_of(log: Logs | None) -> Logging:
+    """Check the option `log` on all ranks, as `check_logs`, and return the logs of this rank: rank 0 has them, unless
+    a recorded step runs again."""
+    logs = check_logs(log)
+    return Logging(logs if dist.get_rank() == 0 and not is_replay() else {})
 
 
 class Logging(Callback):

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from ... import preempted
-from ..loader.base import Loader
 from .callbacks import Hooks
 from .captured import CapturedSteps
 from .display import RunDisplay
 from .history import History
+from .objective import Evaluation
+from .recorded import RecordedRun
 from .run import Run
 from .snapshots import Snapshots
 
@@ -33,6 +34,16 @@ class Due:
     eval_every: int
     save_every: int | None
     """The distance of snapshots; None: none are taken."""
+
+    @classmethod
+    def of(cls, run: Run, counts: Mapping[str, int | None], snapshots: Snapshots | None) -> Due:
+        """Return when work is due by the arguments of `fit`, which `counts` has by name."""
+        steps = counts["steps"]
+        log_every = counts["log_every"] or run.steps_an_epoch
+        eval_every = counts["eval_every"] or log_every
+        save_every = None if snapshots is None else snapshots.every or eval_every
+        total = steps if steps is not None else run.steps_of(counts["epochs"] or 0)
+        return cls(total, log_every, eval_every, save_every)
 
     def evaluation(self, step: int) -> bool:
         return step % self.eval_every == 0 or step == self.total
@@ -55,12 +66,10 @@ class Loop:
     Args:
         run: The run, restored.
         due: When it is recorded, evaluated and saved.
-        valid: The rows to evaluate.
-        metrics: Name → metric, for the evaluations.
-        tasks: Name of a metric → its task.
+        evaluation: The evaluations.
         hooks: The callbacks.
         snapshots: The folder of snapshots; None: no snapshots are taken.
-        patience: Evaluations without an improvement after which the run ends; None: any number.
+        recorded: The recording of the run; None: none is made.
         display: The display, on the rank that shows the run.
     """
 
@@ -68,29 +77,17 @@ class Loop:
         self,
         run: Run,
         due: Due,
-        *,
-        valid: Loader | None,
-        metrics: Mapping[str, Metric],
-        tasks: Mapping[str, str],
+        evaluation: Evaluation,
         hooks: Hooks,
         snapshots: Snapshots | None,
-        patience: int | None,
+        recorded: RecordedRun | None,
         display: RunDisplay | None,
     ) -> None:
         self._run, self._due, self._first = run, due, run.step
-        self._valid, self._metrics, self._snapshots, self._patience = valid, metrics, snapshots, patience
-        self._tasks, self._hooks, self._display = tasks, hooks, display
+        self._evaluation, self._hooks, self._display = evaluation, hooks, display
+        self._snapshots, self._recorded = snapshots, recorded
         self._upcoming: list[tuple[int, Any]] = []  # batches whose ids have been sent ahead
         self._warned = self._saved = False  # a machine will be taken away: a snapshot is due; it has been written
-        self.stopped = False
-        """True if the metrics have not improved for too long, or a callback has said so."""
-
-    def begin(self) -> None:
-        """Add the record that is due after the last step of the snapshot, if the run was resumed."""
-        if self._run.step:
-            self.stopped = self._record()
-            if self._display and self._run.recorded:
-                self._display.update()
 
     def train(self, rates: LambdaLR, capture: CapturedSteps | None) -> None:
         """Take the steps, and after each the records, evaluations and snapshots that are due.
@@ -99,33 +96,52 @@ class Loop:
             rates: The schedule of the learning rates.
             capture: Steps as CUDA graphs; None: each step is taken by itself.
         """
-        run = self._run
-        with run.checking(), contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
-            while run.step < self._due.total and not self.stopped:
-                if capture is not None:
-                    before = run.step
-                    capture.train(self._due.next(run.step))
-                    if capture.refused:
-                        capture = None
-                    if run.step == before:
-                        continue
-                else:
-                    self._step(groups)
-                self._hooks.step(run.step)
+        run, display = self._run, self._display
+        self._hooks.start(run.model, run.history)
+        stopped = run.step > 0 and self._record()  # the record that is due after the last step of the snapshot
+        if display and run.step and run.recorded:
+            display.update()
+        nothing = contextlib.nullcontext()
+        with run.checking(), contextlib.closing(_endless(run)) as groups, capture or nothing, self._recorded or nothing:
+            while run.step < self._due.total and not stopped:
+                before = run.step
+                capture = self._advance(groups, capture)
+                if run.step == before:  # these steps could not be captured
+                    continue
                 self._save(capture)
-                self.stopped = self._record()
-                if self._snapshots and self.stopped:
+                stopped = self._record()
+                if self._snapshots and stopped:
                     run.snapshot(self._snapshots)
-                if self._display:
-                    self._display.update() if run.recorded else self._display.progress(run.step, self._first)
+                if display:
+                    display.update() if run.recorded else display.progress(run.step, self._first)
                 rates.last_epoch = run.step - self._first - 1  # some steps may have been taken at once
                 _step_rates(rates)
+        self._hooks.end(run.history)
+        if display:
+            display.close(f"{run.step:,} steps{', stopped early' if stopped else ''}")
+
+    def _advance(
+        self, groups: Generator[list[tuple[int, Any]], None, None], capture: CapturedSteps | None
+    ) -> CapturedSteps | None:
+        """Take one step, or capture several; return None once steps cannot be captured."""
+        run = self._run
+        if self._recorded is not None:
+            self._recorded.before_step()
+        if capture is not None:
+            capture.train(self._due.next(run.step))
+            return None if capture.refused else capture
+        self._step(groups)
+        if self._recorded is not None:
+            self._recorded.after_step()
+        self._hooks.step(run.step)
+        return None
 
     def _step(self, groups: Generator[list[tuple[int, Any]], None, None]) -> None:
         """Take one step, and send the ids of the next one ahead unless the loader's position is needed before it."""
         run, after = self._run, self._run.step + 1
         group = self._upcoming or next(groups)
         pauses = self._due.evaluation(after) or self._due.snapshot(after)
+        pauses = pauses or (self._recorded is not None and self._recorded.due(after))
         alone = self._warned or run.ends_epoch(group) or pauses
         self._upcoming = next(groups) if run.pipelined and not alone else []
         run.train_on(group, self._upcoming[0] if self._upcoming else None)
@@ -144,20 +160,20 @@ class Loop:
 
     def _record(self) -> bool:
         """Add the records that are due after the last step to the history; return whether the run is to stop."""
-        run, snapshots = self._run, self._snapshots
+        run, snapshots, evaluation = self._run, self._snapshots, self._evaluation
         evaluated, ended = self._due.evaluation(run.step), False
         if not run.recorded and self._due.record(run.step):
-            run.record(self._valid if evaluated else None, self._metrics, self._tasks)
+            run.record(evaluation.valid if evaluated else None, evaluation.metrics, evaluation.tasks)
             ended = self._hooks.record(run.history[-1])
         if (
             snapshots
             and snapshots.keep_best
             and evaluated
-            and _improved(run.history, self._metrics, snapshots.keep_best)
+            and _improved(run.history, evaluation.metrics, snapshots.keep_best)
         ):
             run.snapshot(snapshots)
             snapshots._mark_best(run.step)
-        return ended or _stale(run.history, self._metrics, self._patience)
+        return ended or _stale(run.history, evaluation.metrics, evaluation.patience)
 
 
 def _step_rates(rates: LambdaLR) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from ..loader.base import Loader
 from .batch_loss import batch_loss
 
 Loss: TypeAlias = Callable[..., Tensor]
@@ -91,6 +92,20 @@ class Objective:
                 f"`predict` must return {_named(self.losses)} as `loss` has, got {_named(found)}: a dict from task to "
                 "predictions and targets goes with a dict from task to loss"
             )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluations of a run."""
+
+    valid: Loader | None
+    """The rows; None: there are no evaluations."""
+    metrics: Mapping[str, Metric]
+    """Name → metric."""
+    tasks: Mapping[str, str]
+    """Name of a metric → its task."""
+    patience: int | None
+    """Evaluations without an improvement after which the run ends; None: any number."""
 
 
 def objective(loss: Loss | Mapping[str, Loss], sample_weight: str | Mapping[str, str] | None) -> Objective:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torchmetrics import Metric
 from ...devices import collective_device
 from ...numerics.nan import NanCheck, nan_check
 from ...numerics.search import Batch as NumberedBatch
+from ...replay.random_states import random_state, set_random_state
 from .. import ranks
 from ..io.partition import Partition
 from ..loader.base import Loader
@@ -29,7 +31,7 @@ from .evaluation import Precision, Predict, forward, measure, predicted
 from .history import History, Record
 from .objective import ONLY, Objective
 from .schedule import Schedule
-from .snapshots import Snapshots, random_state, set_random_state
+from .snapshots import Snapshots
 
 
 class Run:
@@ -61,7 +63,8 @@ class Run:
         which differs in one that was begun on other ranks."""
         self._scaler = _scaler(precision, model.optimizer)
         self.step = 0
-        self._saved = -1
+        self._saved: dict[str, int] = {}
+        """The step of the last snapshot, by its folder."""
         self.history = History()
         self._divided: Partition | None = None
         self.note_sizes()
@@ -249,10 +252,11 @@ class Run:
 
     def snapshot(self, snapshots: Snapshots) -> None:
         """Take a snapshot."""
-        if self.step == self._saved:
+        folder = os.fspath(snapshots.folder)
+        if self._saved.get(folder) == self.step:
             return
         self._check_finite(float(self._loss))  # or it would take the place of one that is right
-        self._saved = self.step
+        self._saved[folder] = self.step
         self._stop_clock()
         own = {
             "loader": self.train.state_dict(),
@@ -277,7 +281,7 @@ class Run:
                 f"each, and here are {here} ranks: the remaining rows cannot be divided. Resume on {there} ranks, or "
                 f"train with one loader that divides all rows"
             )
-        self.step = self._saved = common["step"]
+        self.step = self._saved[os.fspath(snapshots.folder)] = common["step"]
         self.history = History._from_json(common["history"])
         self.train.load_state_dict(own["loader"])
         if common["loss_scale"]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -186,22 +184,6 @@ class Snapshots:
         """Remove half-written or half-removed folders of a killed run."""
         for left in Path(self.folder).glob(".step-*.tmp"):
             shutil.rmtree(left)
-
-
-def random_state() -> dict[str, Any]:
-    """Return the states of this rank's random generators: `random`, NumPy, torch, and its GPU."""
-    kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to the states of `random_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _of(rank: int) -> str:

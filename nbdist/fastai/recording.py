@@ -1,0 +1,162 @@
+"""`RecordSteps`, by which a learner keeps what its steps depend on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from fastai.basics import CancelEpochException, CancelFitException, noop
+from fastai.callback.core import Callback
+
+from ..recsys.loader.base import Loader
+from ..replay.log import StepLog
+from ..replay.random_states import random_state, set_random_state
+
+__all__ = ["RecordSteps"]
+
+
+class RecordSteps(Callback):
+    """A callback that records a training on CPU ranks, so that `nbdist.replay_step` can run any of its steps again.
+
+    A step is a batch of training, counted over all trainings of the learner. Kept are the states of model, optimizer
+    and loader, gradients that are there, and the random states, each 25 steps at first, and more rarely in a longer
+    training: 20 snapshots at most on each rank. A mark of each step's result takes some microseconds and four bytes.
+
+    Args:
+        folder: A folder that all ranks reach, without a recording. It is made if it is not there.
+
+    Raises:
+        ValueError: As the training begins, if there is a recording in the folder, or the rank has a GPU.
+        RuntimeError: As the training begins, outside a process group.
+
+    Examples:
+        >>> from fastai.collab import CollabDataLoaders, collab_learner
+        >>> from nbdist import in_ddp, replay_step
+        >>> from nbdist.fastai import RecordSteps
+        >>> from nbdist.recsys.datasets import synthetic_ratings
+        >>> ratings = synthetic_ratings(n_users=50, n_items=20, n_ratings=640).frame.to_pandas()
+        >>> def train():
+        ...     dls = CollabDataLoaders.from_df(ratings, bs=32)
+        ...     learn = collab_learner(dls, n_factors=5, y_range=(0, 5.5), cbs=RecordSteps("learned"))
+        ...     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+        ...         learn.fit_one_cycle(3, 5e-3)
+        >>> in_ddp.options(devices="cpu")(2, train, imports="from fastai.distributed import *")
+        >>> replay_step("learned", train, step=11, rank=1, imports="from fastai.distributed import *")
+        step 11 of rank 1: the result is the recorded one, bit for bit
+    """
+
+    order = 100  # after all that changes the model, the loader or the schedule
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = folder
+        self._log: StepLog | None = None
+        self._steps = self._fits = self._skipped = self._number = 0
+        self._start: Any = None
+        self._begun: dict[str, Any] = {}
+
+    def before_fit(self) -> None:
+        """Begin; leave out a training before the one with the step that is run again."""
+        if self._log is None:
+            self._log = StepLog(self._folder)
+            if self._log.target is not None:
+                self._start = self._log.read()
+        self._fits += 1
+        if self._start is not None:
+            self.learn.logger = noop
+            if self._fits < self._start["fit"]:
+                raise CancelFitException
+
+    def before_epoch(self) -> None:
+        """Leave out an epoch before the one with the step that is run again."""
+        if self._start is not None and self.epoch < self._start["epoch"]:
+            raise CancelEpochException
+
+    def before_train(self) -> None:
+        """Keep what the order of the batches depends on, and the state before the first; or go on from a snapshot."""
+        assert self._log is not None
+        if self._start is None:
+            self._begun, self._skipped, self._number = {"order": _order(self.dl), "random": random_state()}, 0, 0
+            self._log.write(self._steps, self._state)
+        else:
+            self._begun, self._skipped = self._start["begun"], self._start["number"]
+            self._number = self._skipped
+            _set_order(self.dl, self._begun["order"])
+            set_random_state(self._begun["random"])
+            self.learn.dl = _Rest(self.dl, self._skipped, self._load)
+
+    def after_batch(self) -> None:
+        """Count a step, and keep the state after it if that is due."""
+        if not self.training:
+            return
+        assert self._log is not None
+        self._steps += 1
+        self._number += 1
+        self._log.done(self._steps, [self.model], float(self.loss))
+        self._log.write(self._steps, self._state)
+
+    def _state(self) -> dict[str, Any]:
+        """Return all that the next step depends on."""
+        return {
+            **{"step": self._steps, "fit": self._fits, "epoch": self.epoch, "number": self._number},
+            **{"begun": self._begun, "random": random_state(), "model": self.model.state_dict()},
+            **{"optimizer": self.opt.state_dict(), "gradients": [one.grad for one in self.model.parameters()]},
+            **{"pct_train": self.learn.pct_train, "train_iter": self.learn.train_iter},
+        }
+
+    def _load(self) -> None:
+        state, self._start = self._start, None
+        self.model.load_state_dict(state["model"])
+        self.opt.load_state_dict(state["optimizer"])
+        for one, gradient in zip(self.model.parameters(), state["gradients"], strict=True):
+            one.grad = gradient
+        self.learn.pct_train, self.learn.train_iter = state["pct_train"], state["train_iter"]
+        self._steps = state["step"]
+        set_random_state(state["random"])
+
+
+class _Rest:
+    """The batches of a loader after the first ones.
+
+    Args:
+        loader: The loader; all other attributes come from it.
+        skipped: How many batches are left out.
+        then: Called after these.
+    """
+
+    def __init__(self, loader: Any, skipped: int, then: Any) -> None:
+        self._loader, self._skipped, self._then = loader, skipped, then
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        for _ in range(self._skipped):
+            next(batches)
+        self._then()
+        yield from batches
+
+
+def _order(loader: Any) -> Any:
+    """Return the state on which the order of the next epoch depends."""
+    if isinstance(loader, Loader):
+        return loader.state_dict()
+    return _innermost(loader).rng.getstate()
+
+
+def _set_order(loader: Any, order: Any) -> None:
+    if isinstance(loader, Loader):
+        loader.load_state_dict(order)
+    else:
+        _innermost(loader).rng.setstate(order)
+
+
+def _innermost(loader: Any) -> Any:
+    """Return the loader of fastai that draws an epoch's order, inside the one that divides it among ranks."""
+    while not hasattr(loader, "rng"):
+        loader = loader.dl
+    return loader

@@ -1,0 +1,1 @@
+"""The recording of trainings, and single steps of them that run again."""

@@ -1,0 +1,118 @@
+"""`Recording`, by which a loop written by hand keeps what its steps depend on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..checks import shown
+from ..errors import entry_class
+from .log import StepLog
+from .random_states import random_state, set_random_state
+
+T = TypeVar("T")
+
+
+@entry_class("Recording")
+class Recording:
+    """The recording of a training loop on CPU ranks, so that `replay_step` can run any of its steps again.
+
+    A step is what the loop does with a batch of `steps`. Kept are the states of `objects`, gradients that are there,
+    and the random states, each 25 steps at first, and more rarely in a longer training: 20 snapshots at most, each of
+    the size of the model and the optimizer on each rank. A mark of each step's result takes some microseconds and four
+    bytes.
+
+    Args:
+        folder: A folder that all ranks reach, without a recording. It is made if it is not there.
+        *objects: All that a step changes and reads: the model, the optimizer, a scheduler, a scaler. Each has
+            `state_dict()` and `load_state_dict(...)`.
+
+    Raises:
+        TypeError: One of the objects has no such methods.
+        ValueError: There is a recording in the folder, or the rank has a GPU.
+        RuntimeError: Outside a process group.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import Recording, in_ddp, replay_step
+        >>> def train():
+        ...     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        ...     optimizer = torch.optim.Adam(model.parameters())
+        ...     rows = torch.utils.data.DataLoader(torch.randn(64, 2), batch_size=8, shuffle=True)
+        ...     recording = Recording("recorded", model, optimizer)
+        ...     for epoch in range(5):
+        ...         for batch in recording.steps(rows):
+        ...             optimizer.zero_grad()
+        ...             loss = model(batch).square().mean()
+        ...             loss.backward()
+        ...             optimizer.step()
+        >>> in_ddp.options(devices="cpu")(2, train)
+        >>> replay_step("recorded", train, step=33, rank=1)
+        step 33 of rank 1: the result is the recorded one, bit for bit
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *objects: Any) -> None:
+        for one in objects:
+            if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+                raise TypeError(
+                    f"Recording takes a folder and objects with state_dict() and load_state_dict(), got {shown(one)}"
+                )
+        if not any(isinstance(one, nn.Module) for one in objects):
+            raise TypeError("Recording needs the model among its objects: Recording(folder, model, optimizer)")
+        self._objects = objects
+        self._modules = [one for one in objects if isinstance(one, nn.Module)]
+        self._log = StepLog(folder)
+        self._step = self._pass = 0
+        self._start = None if self._log.target is None else self._log.read()
+
+    def steps(self, loader: Iterable[T]) -> Iterator[T]:
+        """Go once through the batches of a loader; each is a step.
+
+        Call it once an epoch. While a step is run again, epochs before it have no batches.
+        """
+        log, start, number = self._log, self._start, 0
+        self._pass += 1
+        begun = random_state()
+        if start is not None:
+            if self._pass < start["pass"]:
+                return
+            begun = start["begun"]
+            set_random_state(begun)
+        batches = iter(loader)
+        if start is not None:
+            for _ in range(start["number"]):
+                next(batches)
+            self._load(start)
+            self._start, number = None, start["number"]
+        while True:
+            log.write(self._step, functools.partial(self._state, number, begun))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            log.begin(self._step + 1)
+            yield batch
+            self._step += 1
+            number += 1
+            log.done(self._step, self._modules)
+
+    def _state(self, number: int, begun: Any) -> dict[str, Any]:
+        """Return all that the next step depends on, after `number` batches of the loader."""
+        return {
+            **{"step": self._step, "pass": self._pass, "number": number, "begun": begun, "random": random_state()},
+            "objects": [one.state_dict() for one in self._objects],
+            "gradients": [[one.grad for one in module.parameters()] for module in self._modules],
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for one, own in zip(self._objects, state["objects"], strict=True):
+            one.load_state_dict(own)
+        for module, gradients in zip(self._modules, state["gradients"], strict=True):
+            for one, gradient in zip(module.parameters(), gradients, strict=True):
+                one.grad = gradient
+        self._step = state["step"]
+        set_random_state(state["random"])

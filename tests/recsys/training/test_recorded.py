@@ -1,0 +1,87 @@
+"""A step of `fit` runs again in this process, and has the same losses and gradients, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clicks import build, loaders, noisy
+
+from nbdist import Session, replay_step, warm
+from nbdist.recsys.metrics import AUC
+from nbdist.recsys.training import Snapshots, fit, warmup_decay
+from nbdist.recsys.training.loop import log_loss
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+
+
+def train(how: str, folder: Path, sink: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """Loss and gradients of each step."""
+    model = build(how, dropout=0.1)
+    gradients: list[Any] = sink.setdefault("gradients", [])
+
+    def loss(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = log_loss(predictions, targets)
+        if found.requires_grad:
+            sink.setdefault("losses", []).append(found.item())
+            gradients.append({})
+        return found
+
+    for name, one in model.model.named_parameters():
+        if type(one) is torch.nn.Parameter:
+            one.register_post_accumulate_grad_hook(lambda one, name=name: gradients[-1].update({name: one}))
+
+    def keep(*_: Any) -> None:
+        gradients[-1] = {name: one.grad.clone() for name, one in gradients[-1].items() if one.grad is not None}
+
+    model.optimizer.register_step_pre_hook(keep)
+    fit(
+        model,
+        noisy,
+        *loaders(3000, 64),
+        steps=steps,
+        log_every=20,
+        loss=loss,
+        metrics={"auc": AUC()},
+        schedule=warmup_decay(steps, warmup=10),
+        snapshots=Snapshots(folder / "snapshots", every=25),
+        record=folder / "recorded",
+        progress=False,
+    )
+    return sink
+
+
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        ("replicated", 2),
+        pytest.param("sharded", 2, marks=pytest.mark.long("imports TorchRec in ranks, some of them more than once")),
+        pytest.param("sharded", 20, marks=pytest.mark.long("20 steps, each on fresh ranks")),
+    ],
+)
+def test_steps_are_equal_bit_for_bit(how: str, steps: int, session: Session, tmp_path: Path) -> None:
+    warm("import torchrec.distributed")
+    recorded = session.run_all(train, how, tmp_path, {})
+    before = sorted(tmp_path.joinpath("snapshots").iterdir())
+    for step in random.Random(2).sample(range(1, STEPS + 1), steps):
+        rank, sink = step % 2, {}
+        found = replay_step(tmp_path / "recorded", train, how, tmp_path, sink, step=step, rank=rank)
+        assert found.same is True and len(sink["losses"]) == 1, found
+        assert sink["losses"][0] == recorded[rank]["losses"][step - 1]
+        own = recorded[rank]["gradients"][step - 1]
+        assert own and own.keys() == sink["gradients"][-1].keys()
+        assert all(torch.equal(one, sink["gradients"][-1][name]) for name, one in own.items())
+    assert sorted(tmp_path.joinpath("snapshots").iterdir()) == before, "those of the run itself are left alone"
+
+
+def test_a_folder_with_a_recording_is_refused(session: Session, tmp_path: Path) -> None:
+    session.run(train, "replicated", tmp_path / "one", {}, 11)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one" / "recorded").rename(tmp_path / "two" / "recorded")
+    with pytest.raises(ValueError, match="`record` must be a folder without a recording"):
+        session.run(train, "replicated", tmp_path / "two", {}, 11)
