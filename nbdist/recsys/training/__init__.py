@@ -2,10 +2,10 @@
 
 from .callbacks import Callback
 from .evaluation import evaluate
-from .fit import fit
 from .history import History, Record
 from .objective import log_loss
 from .schedule import Schedule, warmup_decay
 from .snapshots import Snapshots
+from .train import fit
 
 __all__ = ["Callback", "History", "Record", "Schedule", "Snapshots", "evaluate", "fit", "log_loss", "warmup_decay"]
