@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,25 @@ class Replicated:
         }
 
 
+def _check(model: nn.Module, of_ids: Mapping[str, Any], optimizer: Any, process_group: Any) -> None:
+    """Raise an error unless a model can have copies on all ranks."""
+    if not dist.is_initialized():
+        raise RuntimeError("replicate() works in a rank: call it in a function that in_ddp or a Session runs")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
+    if of_ids and process_group is not None:
+        raise ValueError(
+            f"`process_group` must be None where a table has raw ids, as {next(iter(of_ids)) or 'the model'} has: its "
+            "rows are divided among all ranks"
+        )
+    if optimizer == "adam" and (sparse := sparse_tables(model)[0]):
+        raise ValueError(
+            f"`optimizer` must be sgd, adagrad or a callable where a table says sparse=True, as {next(iter(sparse))} "
+            "does, got 'adam': torch has it for dense gradients alone"
+        )
+
+
 def replicate(
     model: nn.Module,
     optimizer: str | MakeOptimizer,
@@ -210,23 +230,9 @@ def replicate(
         >>> in_ddp(2, train)
         Linear(in_features=1, out_features=1, bias=True)
     """
-    if not dist.is_initialized():
-        raise RuntimeError("replicate() works in a rank: call it in a function that in_ddp or a Session runs")
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type == "meta":
-            raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
     of_ids = raw_tables(model)
-    if of_ids and process_group is not None:
-        raise ValueError(
-            f"`process_group` must be None where a table has raw ids, as {next(iter(of_ids)) or 'the model'} has: its "
-            "rows are divided among all ranks"
-        )
+    _check(model, of_ids, optimizer, process_group)
     make, device = maker(optimizer, lr, eps), collective_device()
-    if optimizer == "adam" and (sparse := sparse_tables(model)[0]):
-        raise ValueError(
-            f"`optimizer` must be sgd, adagrad or a callable where a table says sparse=True, as {next(iter(sparse))} "
-            "does, got 'adam': torch has it for dense gradients alone"
-        )
     model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sparse, possible = sparse_tables(model)

@@ -62,7 +62,7 @@ def check_options(
 def evaluation_of(
     goal: Objective, valid: Loader | None, metrics: Mapping[str, Any] | None, patience: int | None
 ) -> Evaluation:
-    """Return the evaluations; without `metrics`, those of click models for each task.
+    """Return the evaluations; without `metrics`, for each task the metrics of click models.
 
     Raises:
         ValueError: There are no metrics for a loss of the user's, or metrics of a task without a loss.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -57,13 +58,23 @@ class Objective:
         """True for one task without weights."""
         return list(self.losses) == [ONLY] and not self.columns
 
-    def sums(self, batches: Sequence[tuple[int, Any]], sizes: Sequence[int], device: torch.device) -> Tensor:
-        """Return for each task the sum of the weights of this rank's rows of some numbered batches, float64."""
+    def weights(self, batches: Sequence[tuple[int, Any]], sizes: Sequence[int], device: torch.device) -> Tensor | None:
+        """Return for each task the sum of the weights of the rows of all ranks in a step, float64; None for one task
+        without weights. All ranks must call it.
+
+        Args:
+            batches: This rank's batches of the step, each with its number in the epoch.
+            sizes: The numbers of rows of all batches of the epoch.
+            device: The device of the result.
+        """
+        if self.simple:
+            return None
         found = torch.zeros(len(self.losses), dtype=torch.float64, device=device)
         for i, task in enumerate(self.losses):
             for number, batch in batches:
                 weights = weights_of(batch, self.columns.get(task))
                 found[i] += sizes[number] if weights is None else weights.sum(dtype=torch.float64)
+        dist.all_reduce(found)
         return found
 
     def of(self, found: Mapping[str, Sequence[Any]], batch: Any) -> list[tuple[Tensor, Tensor | None]]:

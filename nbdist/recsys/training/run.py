@@ -110,7 +110,7 @@ class Run:
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
-        weights = self._weights(batches)
+        weights = self.objective.weights(batches, self._sizes, self._loss.device)
         for (number, batch), then in zip(batches, [*batches[1:], following], strict=True):
             # Copies on all ranks need to know one another's gradients once, and add them up till then.
             alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
@@ -164,14 +164,6 @@ class Run:
     def _loss_of(self, batch: Any) -> Tensor:
         found = predicted(self.model.model, self.predict, batch, self.precision)
         return torch.stack([loss for loss, _ in self.objective.of(found, batch)]).sum()
-
-    def _weights(self, batches: Sequence[tuple[int, Any]]) -> Tensor | None:
-        """Return for each task the weights of the rows of all ranks in a step; None for one task without weights."""
-        if self.objective.simple:
-            return None
-        sums = self.objective.sums(batches, self._sizes, self._loss.device)
-        dist.all_reduce(sums)
-        return sums
 
     def _part_of(self, batch: Any, size: int, weights: Tensor) -> Tensor:
         """Return what a batch of this rank adds to the loss of a step: each task's mean by weight over all ranks."""
