@@ -277,6 +277,10 @@ class Recommender(abc.ABC):
     def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, float | None]:
         """Return what each item of a history adds to an item's score, shape (taken,); and what else does, or None."""
 
+    def unfitted(self) -> Self:
+        """Return a model with the same parameters that has learned nothing."""
+        return type(self)(**self.parameters)
+
     @abc.abstractmethod
     def _learn(self, log: Interactions) -> None:
         """Learn from a log."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -188,9 +187,8 @@ class FittedRecommender:
             ValueError: A column is missing, or an id is null.
         """
         rows = self._together(self._columns.read(more))
-        model = type(self.model)(**self.model.parameters)
         liked = Interactions.of(self._columns.liked(rows), self._columns.user, self._columns.item, self._columns.time)
-        return FittedRecommender(model.fit_to(liked), rows, self._columns, self.comparison)
+        return FittedRecommender(self.model.unfitted().fit_to(liked), rows, self._columns, self.comparison)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Save model and log in a folder, as JSON, Parquet and NumPy's arrays. It appears when it is complete.
@@ -277,8 +275,8 @@ class FittedRecommender:
         return part_of(lists, torch.from_numpy(codes_of(users, distinct)))
 
     def _together(self, more: pl.DataFrame) -> pl.DataFrame:
-        try:
-            return pl.concat([self._rows, more], how="vertical_relaxed")
-        except pl.exceptions.PolarsError as error:
-            schemas: list[Mapping[str, Any]] = [dict(self._rows.schema), dict(more.schema)]
-            raise TypeError(f"columns must be of the log's types, {schemas[0]}, got {schemas[1]}") from error
+        for name, dtype in self._rows.schema.items():
+            other = more.schema[name]
+            if dtype != other and not (dtype.is_numeric() and other.is_numeric()):
+                raise TypeError(f"column {name!r} must be {dtype}, as in the log, got {other}")
+        return pl.concat([self._rows, more], how="vertical_relaxed")

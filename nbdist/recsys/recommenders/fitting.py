@@ -95,13 +95,13 @@ def fit_recommender(
     liked = columns.liked(rows)
     numbered = Interactions.of(liked, user, item, time)
     if isinstance(models, Recommender):
-        return FittedRecommender(models.fit_to(numbered), rows, columns)
+        return FittedRecommender(models.unfitted().fit_to(numbered), rows, columns)
     candidates = _candidates(models, len(numbered.items))
     comparison = _compared(candidates, liked, columns, protocol, trials, metric, k, seed)
     best = comparison.table["model"][0]
     model = candidates[best].make(**comparison.parameters[best])
     assert isinstance(model, Recommender)
-    found = FittedRecommender(model.fit_to(numbered), rows, columns, comparison)
+    found = FittedRecommender(model.unfitted().fit_to(numbered), rows, columns, comparison)
     if progress and ranks.rank() == 0:
         print(_said(comparison, columns, len(liked), len(rows), metric, k), flush=True)
     return found
