@@ -33,6 +33,11 @@ class Recommender(abc.ABC):
     """A model that scores items by the items that a user has taken.
 
     A subclass learns in `_learn` and scores histories in `_scores`. In ranks, all of them call `fit` with the same log.
+
+    Examples:
+        >>> from nbdist.recsys.recommenders import EASE, Recommender
+        >>> isinstance(EASE(), Recommender), EASE().parameters
+        (True, {'regularization': 500.0})
     """
 
     SPACE: ClassVar[Mapping[str, Space]] = {}

@@ -28,6 +28,11 @@ class Candidate:
         make: Called with a value for each parameter of `space`; returns an object with `fit(log, *, user, item, time)`
             and `recommend(users, k)`, as `Recommender` has them.
         space: The values that are tried, by the name of the parameter.
+
+    Examples:
+        >>> from nbdist.recsys.recommenders import EASE, Candidate
+        >>> Candidate(EASE, {"regularization": (10.0, 100.0)}).make(regularization=10.0).regularization
+        10.0
     """
 
     make: Callable[..., Fits]
@@ -49,7 +54,17 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of `benchmark`."""
+    """The result of `benchmark`.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.recommenders import EASE, Popularity, benchmark
+        >>> rows = [(u, (u + i) % 7, i) for u in range(40) for i in range(4)]
+        >>> log = pl.DataFrame(rows, schema=["user", "item", "timestamp"], orient="row")
+        >>> found = benchmark({"EASE": EASE(1.0), "popularity": Popularity}, log, k=2, progress=False)
+        >>> found.parameters, found.about["test"]
+        ({'EASE': {}, 'popularity': {}}, 40)
+    """
 
     table: pl.DataFrame
     """A row for each model, the best first: its name; each metric with the bounds of its interval (`low`, `high`);

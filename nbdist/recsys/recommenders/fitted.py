@@ -37,6 +37,16 @@ class FittedRecommender:
 
     Its answers are frames of the kind of the log (polars, pandas, or Arrow tables), a row for each user and item. It
     does not change: `refit` returns another one.
+
+    Examples:
+        >>> from nbdist.recsys import fit_recommender
+        >>> from nbdist.recsys.recommenders import ItemKNN
+        >>> log = {"user": ["ann", "ann", "bob", "bob", "cleo"], "item": ["a", "b", "a", "b", "a"]}
+        >>> recommender = fit_recommender(log, models=ItemKNN())
+        >>> recommender.recommend(["cleo", "dave"], 1).select("user", "item", "by").rows()
+        [('cleo', 'b', 'ItemKNN'), ('dave', 'a', 'Popularity')]
+        >>> recommender.explain("cleo", "b")["item"].to_list()
+        ['a']
     """
 
     model: Recommender

@@ -82,7 +82,7 @@ def fit_recommender(
         >>> log = pl.DataFrame(rows, schema=["user", "item", "day"], orient="row")
         >>> recommender = fit_recommender(log, time="day", trials=2, progress=False)
         >>> recommender.recommend(["user 0", "a new one"], 1)["item"].to_list()
-        ['E', 'A']
+        ['E', 'D']
     """
     check_count(trials, least=1, name="`trials`")
     check_count(k, least=1, name="`k`")

@@ -290,7 +290,11 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted(Popularity()).similar(["i1"]), ValueError, "Popularity has no similar items"),
         (lambda: fitted().explain("u1", "i99"), KeyError, "1 of 1 items are not in the log"),
         (lambda: fitted().evaluate(rated()), ValueError, "rows of a user and an item that the user has not seen"),
-        (lambda: fitted().refit(rated().with_columns(who=1)), TypeError, "column 'who' must be String, as in the log, got Int"),
+        (
+            lambda: fitted().refit(rated().with_columns(who=1)),
+            TypeError,
+            "column 'who' must be String, as in the log, got Int",
+        ),
     ],
 )
 def test_mistakes_are_named(action: Any, kind: type[Exception], message: str) -> None:
