@@ -1,4 +1,4 @@
-"""Speed and quality of `IALS` on ranks, beside implicit's ALS: the same width and iterations, in turns, in one run."""
+"""Speed and quality of `IALS` on ranks, compared with implicit's ALS of the same width, in turns, in one run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def theirs(data: Data, dim: int, iterations: int, setting: tuple[float, float]) 
         random_state=0,
     )
     _, took = timed(lambda: model.fit(matrix, show_progress=False))
-    same = IALS(dim)  # whose `recommend` is used for both: users' vectors are those of the library
+    same = IALS(dim)  # whose `recommend` is used for both: with the users' vectors of the library
     same._vectors, same._log = torch.from_numpy(np.array(model.item_factors)), data.log
     users = torch.from_numpy(np.array(model.user_factors))
     places = {one: place for place, one in enumerate(data.log.users.to_list())}
@@ -156,7 +156,7 @@ def main() -> None:
             lines += section(session, large, options.dim, options.large_iterations, options.rounds, 1)
     save_section(
         "quality",
-        "iALS beside implicit's: speed at equal quality",
+        "iALS compared with implicit's: speed at equal quality",
         lines + conditions(["torch", "polars", "implicit", "scipy"]),
         keep=not options.print,
     )

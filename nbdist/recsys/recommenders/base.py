@@ -145,7 +145,7 @@ class Recommender(abc.ABC):
 
         Raises:
             KeyError: An item is not in the log.
-            ValueError: The model does not tell items apart by who takes them: `Popularity`.
+            ValueError: The model counts each item by itself: `Popularity`.
 
         Examples:
             >>> from nbdist.recsys.recommenders import ItemKNN
@@ -244,7 +244,7 @@ class Recommender(abc.ABC):
         return self._log
 
     def best(self, histories: Ragged, k: int, excluded: Ragged | None) -> pl.DataFrame:
-        """Return `items` and `scores` for lists of codes, without those of other lists."""
+        """Return `items` and `scores` for lists of codes, without the codes of `excluded`."""
         return self._first_of(histories, k, excluded, self._scores)
 
     def _first_of(

@@ -33,7 +33,7 @@ _FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
 
 
 class FittedRecommender:
-    """What `fit_recommender` returns: a model, and the log that it has learned from.
+    """A model, and the log that it has learned from, as `fit_recommender` returns them.
 
     Its answers are frames of the kind of the log (polars, pandas, or Arrow tables), a row for each user and item. It
     does not change: `refit` returns another one.
@@ -52,7 +52,7 @@ class FittedRecommender:
     model: Recommender
     """The model that has learned from the log."""
     comparison: Comparison | None
-    """How the model was chosen. None: it was given, or loaded."""
+    """The comparison that chose the model. None: the model was given, or loaded."""
 
     def __init__(
         self, model: Recommender, rows: pl.DataFrame, columns: LogColumns, comparison: Comparison | None = None
@@ -119,7 +119,7 @@ class FittedRecommender:
             A row for each pair, best first: the item by its name in the log, `similar`, `rank` from 1, and `score`.
 
         Raises:
-            KeyError: Nobody has taken an item.
+            KeyError: An item is not in the log.
             ValueError: The model is `Popularity`, or `k` is less than 1.
         """
         found = self.model.similar(items, k).with_row_index("row").explode("items", "scores").drop_nulls("items")
@@ -141,7 +141,7 @@ class FittedRecommender:
             row without an item.
 
         Raises:
-            KeyError: Nobody has taken the item.
+            KeyError: The item is not in the log.
         """
         rows = None if history is None else self._columns.read_history(history)
         (codes,) = [self._taken(pl.Series(self._columns.user, [user]), rows)]
@@ -160,9 +160,9 @@ class FittedRecommender:
             k: The number of items for each user.
 
         Returns:
-            Rows for all users, for those of the log, and for new ones: `users` says which, and `count` how many;
-            means over users of recall, NDCG, MRR and hit rate at k, null without users; `unknown_items`, the number
-            of rows of items that the log does not have, which count as missed.
+            A row each for all users, for the users of the log, and for new ones: `users` says which, and `count` how
+            many; means over users of recall, NDCG, MRR and hit rate at k, null without users; `unknown_items`, the
+            number of rows of items that the log does not have, which count as missed.
 
         Raises:
             ValueError: A column is missing, or nothing is to be found.
@@ -184,7 +184,7 @@ class FittedRecommender:
         return self._columns.like(pl.concat(tables))
 
     def refit(self, more: Tabular) -> FittedRecommender:
-        """Learn anew, with the same settings, from the log and rows that came after it.
+        """Learn from the log and rows that came after it, with the same settings.
 
         Args:
             more: Rows with the columns of the log.

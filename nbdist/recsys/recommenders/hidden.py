@@ -31,14 +31,14 @@ class Fits(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """What users have taken after a log ended, prepared once for all models."""
+    """Items that users have taken after a log ended, prepared once for all models."""
 
     users: pl.Series
     """The users to be asked for, in the order of their ids."""
     ids: pl.Series
     """The ids of all items that were taken before or are to be found."""
     wanted: Ragged
-    """What each user has taken, by place in `ids`."""
+    """The items that each user has taken, by place in `ids`."""
     k: int
 
     @classmethod
@@ -71,7 +71,7 @@ class Task:
     """A log that has been divided, and how models are measured on it."""
 
     train: Interactions
-    """What is learned from while settings are chosen, for recommenders of this package."""
+    """The training rows, numbered once for all settings of the recommenders of this package."""
     train_rows: pl.DataFrame
     known_rows: pl.DataFrame
     """Training and validation rows."""

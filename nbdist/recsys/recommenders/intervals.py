@@ -1,4 +1,4 @@
-"""Which of several models is best: means over users, their intervals, and a test against the best."""
+"""Means of models over users, their intervals, and a test against the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns of a log are which, and which of its rows are learned from."""
+"""The columns of a log by their meaning, and the rows of it that are learned from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .interactions import check_no_nulls, columns_of
 
 @dataclass(frozen=True)
 class LogColumns:
-    """Which columns of a log are which, and which rows are learned from."""
+    """The columns of a log by their meaning, and the rows that are learned from."""
 
     user: str
     item: str
@@ -33,7 +33,7 @@ class LogColumns:
         return self._checked(columns_of(log, *self.columns()))
 
     def read_history(self, rows: Tabular) -> pl.DataFrame:
-        """Read the columns of users and items, and that of ratings where it is there."""
+        """Read the columns of users and items, and the column of ratings if there is one."""
         frame = columns_of(rows, self.user, self.item, optional=() if self.rating is None else (self.rating,))
         return self._checked(frame)
 

@@ -1,4 +1,4 @@
-"""From a log in one call: what is recommended, to whom, why, and again after it was saved."""
+"""From a log in one call: recommended items, their reasons, new users, and a recommender that was saved."""
 
 from __future__ import annotations
 
