@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from .. import ranks
 from ..loader.columns import Ragged
 from .base import Recommender
 from .interactions import Interactions, transposed
-from .least_squares import Systems
+from .least_squares import Block, LeastSquares, blocks_of
 from .spaces import Range, Space
 
 
@@ -59,7 +59,7 @@ class IALS(Recommender):
         unobserved_weight: float = 0.1,
         iterations: int = 16,
         seed: int = 0,
-        solver_steps: int | None = 3,
+        solver_steps: int | None = 2,
     ) -> None:
         self.dim = check_count(dim, least=1, name="`dim`")
         check_number(regularization, above=0, name="`regularization`")
@@ -74,26 +74,38 @@ class IALS(Recommender):
         draw = torch.Generator().manual_seed(self.seed)
         self._vectors: Tensor = torch.randn(len(log.items), self.dim, generator=draw) * (0.1 / self.dim**0.5)
         users = torch.zeros(len(log.users), self.dim)
+        of_users = self._mine(log.taken, len(log.items))
+        of_items = self._mine(takers, len(log.users))
         for _ in range(self.iterations):
-            users = self._solved(log.taken, self._vectors, users)
-            self._vectors = self._solved(takers, users, self._vectors)
+            users = self._solved(of_users, self._vectors, users)
+            self._vectors = self._solved(of_items, users, self._vectors)
 
-    def _solved(self, lists: Ragged, vectors: Tensor, start: Tensor) -> Tensor:
-        """Return a vector for each list. Each rank solves for a part of them."""
-        found = torch.zeros_like(start)
-        # Every rank gets lists of all lengths.
+    def _mine(self, lists: Ragged, vectors: int) -> list[Block]:
+        """Return the lists of this rank. Every rank gets lists of all lengths."""
         rows = lists.lengths.argsort(descending=True, stable=True)[ranks.rank() :: ranks.world_size()]
-        found[rows] = self._systems(lists, vectors).solved(rows, start, self.solver_steps)
+        return list(blocks_of(lists, rows, vectors, self.dim))
+
+    def _solved(self, mine: list[Block], vectors: Tensor, start: Tensor) -> Tensor:
+        """Return a vector for each list, of all ranks."""
+        found = torch.zeros_like(start)
+        for block in mine:
+            found[block.rows] = start[block.rows]
+        self._squares.solve(mine, vectors, found, self.solver_steps)
         if ranks.world_size() > 1:
             dist.all_reduce(found)  # each row is of one rank, and 0 on the others
         return found
 
-    def _systems(self, lists: Ragged, vectors: Tensor) -> Systems:
-        return Systems(lists, vectors, self.regularization, self.unobserved_weight)
+    @property
+    def _squares(self) -> LeastSquares:
+        return LeastSquares(self.regularization, self.unobserved_weight)
+
+    def _blocks(self, lists: Ragged) -> Iterator[Block]:
+        return blocks_of(lists, torch.arange(len(lists.lengths)), len(self._vectors), self.dim)
 
     def _scores(self, histories: Ragged) -> Tensor:
-        rows = torch.arange(len(histories.lengths))
-        return self._systems(histories, self._vectors).solved(rows, None, None) @ self._vectors.T
+        users = torch.zeros(len(histories.lengths), self.dim)
+        self._squares.solve(self._blocks(histories), self._vectors, users, None)
+        return users @ self._vectors.T
 
     def _similarities(self, items: Ragged) -> Tensor:
         directions = normalize(self._vectors)
@@ -101,6 +113,6 @@ class IALS(Recommender):
 
     def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, None]:
         # The score is a sum over the items taken: (the inverse of the user's system times the item) · the item taken.
-        lists = Ragged(taken, torch.tensor([0, len(taken)]))
-        (weighted,) = self._systems(lists, self._vectors).applied(self._vectors[item])
-        return self._vectors[taken] @ weighted, None
+        lists, weighted = Ragged(taken, torch.tensor([0, len(taken)])), torch.zeros(1, self.dim)
+        self._squares.applied(self._blocks(lists), self._vectors, self._vectors[item], weighted)
+        return self._vectors[taken] @ weighted[0], None

@@ -73,7 +73,9 @@ def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = ()) -> pl.
     Raises `ValueError` for a column that is not there.
     """
     try:
-        rows = pl.scan_parquet(log) if isinstance(log, (str, os.PathLike)) else require_frame(log, "log").lazy()
+        rows = (
+            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, "log").lazy()
+        )
         there = rows.collect_schema()
     except (pl.exceptions.ComputeError, OSError) as error:
         if isinstance(error, FileNotFoundError):

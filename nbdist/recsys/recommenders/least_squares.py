@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,74 +13,78 @@ from ..loader.columns import Ragged
 
 _BLOCK = 1 << 19
 """Numbers that are gathered at a time: as many as stay in a core's cache."""
+_SMALL = 1 << 17
+"""Numbers of a block for which the zeros in it do not matter, but the calls for it do."""
 _TINY = 1e-30
 
 
-@dataclass(frozen=True, eq=False)
-class Systems:
-    """For each list x, the minimum over x of the sum of (1 - x·v)² over the vectors v in the list, of
-    `unobserved_weight` · (x·v)² over all vectors, and of `regularization` · n · |x|², with n the weights of both sums.
+class Block(NamedTuple):
+    """Lists of about the same length."""
+
+    rows: Tensor
+    """Numbers of the lists."""
+    padded: Tensor
+    """Places of vectors, shape (lists, longest); the number of vectors where a list is shorter."""
+    lengths: Tensor
+
+
+def blocks_of(lists: Ragged, rows: Tensor, vectors: int, dim: int) -> Iterator[Block]:
+    """Divide some lists of places of vectors into blocks."""
+    values = torch.cat([lists.values, lists.values.new_tensor([vectors])])  # no list is without a value
+    order = rows[lists.lengths[rows].argsort(descending=True, stable=True)]
+    lengths, starts = lists.lengths[order], lists.offsets[order]
+    first = 0
+    while first < len(order):
+        longest = max(1, int(lengths[first]))
+        stop = int(torch.searchsorted(-lengths, -0.8 * longest, right=True))  # a fifth are zeros, at most
+        stop = max(stop, first + _SMALL // (longest * dim), first + 1)
+        stop = min(stop, first + max(1, _BLOCK // (longest * dim)), len(order))
+        within = torch.arange(longest)
+        places = (starts[first:stop, None] + within).clamp_(max=len(values) - 1)
+        padded = values[places].masked_fill_(within >= lengths[first:stop, None], vectors)
+        yield Block(order[first:stop], padded, lengths[first:stop])
+        first = stop
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """For each list the minimum over x of the sum of (1 - x·v)² over its vectors v, of `unobserved_weight` ·
+    (x·v)² over all vectors, and of `regularization` · n · |x|², with n the weights of both sums together.
     """
 
-    lists: Ragged
-    """Places of vectors."""
-    vectors: Tensor
-    """Shape (vectors, dim)."""
     regularization: float
     unobserved_weight: float
 
-    def solved(self, rows: Tensor, start: Tensor | None, steps: int | None) -> Tensor:
-        """Return the best vectors of some lists, shape (rows, dim).
+    def solve(self, blocks: Iterable[Block], vectors: Tensor, found: Tensor, steps: int | None) -> None:
+        """Write the best vectors of lists into rows of `found`, shape (lists, dim).
 
-        Args:
-            rows: Which lists.
-            start: Where conjugate gradients start, shape (lists, dim). None: from 0.
-            steps: The number of steps of conjugate gradients. None: an exact solution.
+        With `steps`, they come closer to the best ones, from what is there, by as many steps of conjugate gradients.
         """
-        found = self.vectors.new_zeros(len(rows), self.vectors.shape[1])
-        everyone = self._everyone()
-        for places, gathered, ridge in self._blocks(rows):
+        everyone = self._everyone(vectors)
+        for block, gathered, ridge in self._gathered(blocks, vectors):
             if steps is None:
-                wanted = gathered.sum(1)
-                found[places] = _exactly(gathered, everyone, ridge, wanted)
+                found[block.rows] = _exactly(gathered, everyone, ridge, gathered.sum(1))
             else:
-                first = torch.zeros_like(found[places]) if start is None else start[rows[places]]
-                found[places] = _descended(gathered, everyone, ridge, first, steps)
-        return found
+                found[block.rows] = _descended(gathered, everyone, ridge, found[block.rows], steps)
 
-    def applied(self, target: Tensor) -> Tensor:
-        """Return for each list the inverse of its system times a vector: what its own sum of vectors is multiplied by
-        in the score of this vector. Shape (lists, dim)."""
-        rows = torch.arange(len(self.lists.lengths))
-        found = self.vectors.new_zeros(len(rows), len(target))
-        for places, gathered, ridge in self._blocks(rows):
-            found[places] = _exactly(gathered, self._everyone(), ridge, target.expand(len(places), -1))
-        return found
+    def applied(self, blocks: Iterable[Block], vectors: Tensor, target: Tensor, found: Tensor) -> None:
+        """Write for each list the inverse of its system times a vector, by which its own sum of vectors is multiplied
+        in the score of this vector."""
+        for block, gathered, ridge in self._gathered(blocks, vectors):
+            wanted = target.expand(len(gathered), -1)
+            found[block.rows] = _exactly(gathered, self._everyone(vectors), ridge, wanted)
 
-    def _everyone(self) -> Tensor:
-        return self.unobserved_weight * (self.vectors.T @ self.vectors)
+    def _everyone(self, vectors: Tensor) -> Tensor:
+        return self.unobserved_weight * (vectors.T @ vectors)
 
-    def _blocks(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Lists of about the same length: places in `rows`, their vectors, shape (lists, longest, dim), 0 where a list
-        is shorter; and the weight of |x|²."""
-        count, dim = self.vectors.shape
-        filled = torch.cat([self.vectors, self.vectors.new_zeros(1, dim)])
-        values = torch.cat([self.lists.values, self.lists.values.new_tensor([count])])  # no list is without a value
-        order = self.lists.lengths[rows].argsort(descending=True, stable=True)
-        lengths, starts = self.lists.lengths[rows][order], self.lists.offsets[rows][order]
-        first = 0
-        while first < len(order):
-            longest = max(1, int(lengths[first]))
-            # At most a fifth of what is gathered are zeros.
-            stop = int(torch.searchsorted(-lengths, -0.8 * longest, right=True)) if longest > 4 else len(order)
-            stop = max(first + 1, min(stop, first + _BLOCK // (longest * dim)))
-            within = torch.arange(longest)
-            part = (starts[first:stop, None] + within).clamp_(max=len(values) - 1)
-            padded = values[part].masked_fill_(within >= lengths[first:stop, None], count)
-            gathered = filled.index_select(0, padded.flatten()).view(stop - first, longest, dim)
-            weights = lengths[first:stop] + self.unobserved_weight * count
-            yield order[first:stop], gathered, (self.regularization * weights)[:, None]
-            first = stop
+    def _gathered(self, blocks: Iterable[Block], vectors: Tensor) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """Blocks, their vectors, shape (lists, longest, dim), 0 where a list is shorter; and the weight of |x|²."""
+        count, dim = vectors.shape
+        filled = torch.cat([vectors, vectors.new_zeros(1, dim)])
+        for block in blocks:
+            gathered = filled.index_select(0, block.padded.flatten()).view(*block.padded.shape, dim)
+            weights = block.lengths + self.unobserved_weight * count
+            yield block, gathered, (self.regularization * weights)[:, None]
 
 
 def _exactly(gathered: Tensor, everyone: Tensor, ridge: Tensor, wanted: Tensor) -> Tensor:
@@ -90,17 +95,17 @@ def _exactly(gathered: Tensor, everyone: Tensor, ridge: Tensor, wanted: Tensor) 
 
 def _descended(gathered: Tensor, everyone: Tensor, ridge: Tensor, x: Tensor, steps: int) -> Tensor:
     """Return x after some steps of conjugate gradients (Takács et al., RecSys 2011); no system is written down."""
-
-    def products(vectors: Tensor) -> Tensor:  # with each vector of the list, shape (lists, 1, longest)
-        return torch.bmm(vectors[:, None], gathered.mT)
-
-    residual = torch.bmm(1 - products(x), gathered)[:, 0] - x @ everyone - ridge * x
+    across = gathered.mT
+    own = torch.bmm(torch.bmm(x[:, None], across).neg_().add_(1), gathered)[:, 0]
+    residual = own.addmm_(x, everyone, alpha=-1).addcmul_(ridge, x, value=-1)
     direction, size = residual, residual.square().sum(1, keepdim=True)
-    for _ in range(steps):
-        image = torch.bmm(products(direction), gathered)[:, 0] + direction @ everyone + ridge * direction
-        length = size / (direction * image).sum(1, keepdim=True).clamp_min(_TINY)
-        x = x + length * direction
-        residual = residual - length * image
-        before, size = size, residual.square().sum(1, keepdim=True)
-        direction = residual + size / before.clamp_min(_TINY) * direction
+    for step in range(steps):
+        image = torch.bmm(torch.bmm(direction[:, None], across), gathered)[:, 0]
+        image.addmm_(direction, everyone).addcmul_(ridge, direction)
+        length = size / (direction * image).sum(1, keepdim=True).add_(_TINY)
+        x = torch.addcmul(x, length, direction)
+        if step + 1 < steps:
+            residual = torch.addcmul(residual, length, image, value=-1)
+            before, size = size, residual.square().sum(1, keepdim=True)
+            direction = torch.addcmul(residual, size / (before + _TINY), direction)
     return x

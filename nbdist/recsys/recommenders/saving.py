@@ -42,7 +42,8 @@ def write(folder: Path, saved: Saved) -> None:
     taken = pa.LargeListArray.from_arrays(log.taken.offsets.numpy(), log.taken.values.numpy())
     pl.DataFrame({"id": log.users, "items": pl.from_arrow(taken)}).write_parquet(folder / _USERS)
     pl.DataFrame({"id": log.items}).write_parquet(folder / _ITEMS)
-    np.savez(folder / _ARRAYS, **{name: array.numpy() for name, array in saved.arrays.items()})
+    arrays: dict[str, Any] = {name: array.numpy() for name, array in saved.arrays.items()}
+    np.savez(folder / _ARRAYS, **arrays)
     description = {"format": _FORMAT, "version": _VERSION, "kind": saved.kind, "parameters": saved.parameters}
     (folder / _JSON).write_text(json.dumps(description, indent=1) + "\n", "utf8")
 
