@@ -38,7 +38,7 @@ class _OfProbabilities(LogLoss):
 
 
 class NormalizedEntropy(_OfProbabilities):
-    """The log loss divided by that of a model that always predicts the share of labels of 1 (He et al., ADKDD 2014).
+    """The log loss, divided by the log loss of a model that always predicts the share of labels of 1 (He et al., 2014).
 
     Below 1 the model says more than this share; 0 is perfect. Unlike the log loss, it can be compared between data with
     different shares.
