@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ...checks import check_count
 from .. import ranks
 from ..io.folders import atomic_folder
 from ..io.frames import Tabular, series_of
 from ..loader.columns import Ragged
 from ..retrieval.codes import codes_of
-from ..retrieval.index import frame_of_best
 from . import saving
-from .interactions import Interactions, lists_of, part_of, rows_of_values
+from .best import best_of
+from .interactions import Interactions, lists_of, part_of
 from .spaces import Space
-
-_BLOCK = 1 << 23
-"""Scores that are in memory at a time."""
 
 
 class Recommender(abc.ABC):
@@ -156,7 +152,7 @@ class Recommender(abc.ABC):
         ids = series_of(items, "item").alias("item")
         codes = self._codes_of_items(ids)
         itself = Ragged(codes, torch.arange(len(codes) + 1))
-        found = self._first_of(itself, k, itself, self._similarities)
+        found = best_of(self.items, itself, k, itself, self._similarities)
         return found.insert_column(0, ids)
 
     def explain(self, history: Sequence[Any] | pl.Series, item: Any) -> pl.DataFrame:
@@ -245,24 +241,7 @@ class Recommender(abc.ABC):
 
     def best(self, histories: Ragged, k: int, excluded: Ragged | None) -> pl.DataFrame:
         """Return `items` and `scores` for lists of codes, without the codes of `excluded`."""
-        return self._first_of(histories, k, excluded, self._scores)
-
-    def _first_of(
-        self, lists: Ragged, k: int, excluded: Ragged | None, scores_of: Callable[[Ragged], Tensor]
-    ) -> pl.DataFrame:
-        check_count(k, least=1, name="`k`")
-        items = self.items
-        tables = []
-        for rows in blocks(len(lists.lengths), max(1, _BLOCK // len(items))):
-            scores = scores_of(part_of(lists, rows))
-            if excluded is not None:
-                part = part_of(excluded, rows)
-                scores[rows_of_values(part), part.values] = -torch.inf
-            best, places = _first(scores, min(k, len(items)))
-            places[best == -torch.inf] = -1
-            tables.append(frame_of_best(items, best, places))
-        kinds = {"items": pl.List(items.dtype), "scores": pl.List(pl.Float32)}
-        return pl.concat([pl.DataFrame(schema=kinds), *tables])
+        return best_of(self.items, histories, k, excluded, self._scores)
 
     def _codes_of_items(self, ids: pl.Series) -> Tensor:
         codes = codes_of(ids, self.items)
@@ -293,23 +272,3 @@ class Recommender(abc.ABC):
     @abc.abstractmethod
     def _scores(self, histories: Ragged) -> Tensor:
         """Return a score for each history and item, float32, shape (histories, items)."""
-
-
-def _first(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest scores of each row and their places; of equal scores, the one of the first place."""
-    best, places = scores.topk(k)
-    # topk chooses among equal scores as it likes. So all that are above the last one, and then the first of its equals.
-    tied = (scores == best[:, -1:]).sum(1) > (best == best[:, -1:]).sum(1)
-    for row in tied.nonzero().flatten().tolist():
-        order = scores[row].argsort(descending=True, stable=True)[:k]
-        best[row], places[row] = scores[row, order], order
-    order = torch.argsort(places, dim=1, stable=True)
-    best, places = best.gather(1, order), places.gather(1, order)
-    order = torch.argsort(best, dim=1, descending=True, stable=True)
-    return best.gather(1, order), places.gather(1, order)
-
-
-def blocks(rows: int, height: int) -> Iterator[Tensor]:
-    """Numbers of rows, `height` at a time."""
-    for first in range(0, rows, height):
-        yield torch.arange(first, min(rows, first + height))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,15 @@ from ..io.folders import atomic_folder
 from ..io.frames import Tabular, series_of
 from ..loader.columns import Ragged
 from ..retrieval.codes import codes_of
-from . import saving
+from . import log_columns, saving
 from .base import Recommender
 from .comparison import Comparison
 from .hidden import Hidden, unseen
 from .interactions import Interactions, part_of, ragged_of, together
-from .intervals import METRICS
 from .log_columns import LogColumns
 from .popularity import Popularity
 
-_JSON, _LOG = "log.json", "log.parquet"
-FILES = (_JSON, _LOG, *saving.FILES)
-_FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
+FILES = (*log_columns.FILES, *saving.FILES)
 
 
 class FittedRecommender:
@@ -173,15 +168,8 @@ class FittedRecommender:
         if not len(later):
             raise ValueError("`log` must have rows of a user and an item that the user has not seen, got none")
         hidden = Hidden.of(self.model.items, later, user, item, k)
-        values = hidden.metrics(self._found(hidden.users, k, None, True)["items"])
-        each = pl.DataFrame({f"{name}@{k}": values[name].numpy() for name in METRICS}).with_columns(
-            new=pl.Series(codes_of(hidden.users, self._users) < 0),
-            unknown_items=hidden.unknown_items(self.model.items),
-        )
-        means = (pl.len().alias("count"), pl.exclude("new", "unknown_items").mean(), pl.col("unknown_items").sum())
-        parts = {"all": each, "known": each.filter(~pl.col("new")), "new": each.filter("new")}
-        tables = [part.select(pl.lit(name).alias("users"), *means) for name, part in parts.items()]
-        return self._columns.like(pl.concat(tables))
+        lists = self._found(hidden.users, k, None, True)["items"]
+        return self._columns.like(hidden.table(lists, self._users, self.model.items))
 
     def refit(self, more: Tabular) -> FittedRecommender:
         """Learn from the log and rows that came after it, with the same settings.
@@ -210,11 +198,8 @@ class FittedRecommender:
         """
         with atomic_folder(folder, FILES, overwrite) as scratch:
             if ranks.rank() == 0:
-                whole = scratch / "whole"
-                self.model.write(whole)
-                self._rows.write_parquet(whole / _LOG)
-                description = {"format": _FORMAT, "version": _VERSION, **asdict(self._columns)}
-                (whole / _JSON).write_text(json.dumps(description, indent=1) + "\n", "utf8")
+                self.model.write(scratch / "whole")
+                self._columns.write(scratch / "whole", self._rows)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
@@ -224,16 +209,7 @@ class FittedRecommender:
             FileNotFoundError, ValueError: It is not there, or is something else.
         """
         path = Path(folder).expanduser()
-        try:
-            described = json.loads((path / _JSON).read_text("utf8"))
-            if described.pop("format") != _FORMAT or described.pop("version") > _VERSION:
-                raise ValueError("it is of another format, or of a later version")
-            columns = LogColumns(**described)
-            rows = pl.read_parquet(path / _LOG, glob=False, hive_partitioning=False).select(columns.columns())
-        except FileNotFoundError:
-            raise
-        except (ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError) as error:
-            raise ValueError(f"{path}: not a saved recommender: {error}") from error
+        columns, rows = LogColumns.load(path)
         return cls(Recommender.load(path), rows, columns)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from ..metrics.ranked_items import per_user
 from ..retrieval.codes import codes_of
 from .base import Recommender
 from .interactions import Interactions, check_no_nulls, ragged_of, rows_of_values
+from .intervals import METRICS
 from .protocols import SplitProtocol
 
 
@@ -60,10 +61,27 @@ class Hidden:
         ranked[row, place] = torch.from_numpy(codes_of(flat["id"].cast(self.ids.dtype), self.ids))
         return per_user(ranked, self.wanted)[0]
 
-    def unknown_items(self, items: pl.Series) -> pl.Series:
-        """Return for each user how many of the items to be found are not among `items`."""
+    def table(self, lists: pl.Series, users: pl.Series, items: pl.Series) -> pl.DataFrame:
+        """Return the means of the metrics of lists of ids, for all users, for those among `users`, and for the others;
+        and how many of the items to be found are not among `items`."""
+        values = self.metrics(lists)
         unknown = torch.from_numpy(codes_of(self.ids, items) < 0)[self.wanted.values]
-        return pl.Series(rows_of_values(self.wanted)[unknown].bincount(minlength=len(self.users)).numpy())
+        counts = rows_of_values(self.wanted)[unknown].bincount(minlength=len(self.users))
+        each = pl.DataFrame({f"{name}@{self.k}": values[name].numpy() for name in METRICS})
+        known = pl.Series(codes_of(self.users, users) >= 0)
+        parts = {"all": known | ~known, "known": known, "new": ~known}
+        tables = [
+            each.with_columns(unknown_items=pl.Series(counts.numpy()))
+            .filter(some)
+            .select(
+                pl.lit(name).alias("users"),
+                pl.len().alias("count"),
+                pl.exclude("unknown_items").mean(),
+                pl.col("unknown_items").sum(),
+            )
+            for name, some in parts.items()
+        ]
+        return pl.concat(tables)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from ..io.frames import Tabular
 from .interactions import check_no_nulls, columns_of
+
+_JSON, _LOG = FILES = ("log.json", "log.parquet")
+_FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,27 @@ class LogColumns:
     def with_least(self, rating: float) -> LogColumns:
         """Return the same columns with the lowest rating of what is liked."""
         return replace(self, min_rating=rating)
+
+    def write(self, folder: Path, rows: pl.DataFrame) -> None:
+        """Write the meaning of the columns and the rows of a log."""
+        rows.write_parquet(folder / _LOG)
+        description = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        (folder / _JSON).write_text(json.dumps(description, indent=1) + "\n", "utf8")
+
+    @classmethod
+    def load(cls, folder: Path) -> tuple[LogColumns, pl.DataFrame]:
+        """Return what `write` has written. Raises `FileNotFoundError`, or `ValueError` for something else."""
+        try:
+            described = json.loads((folder / _JSON).read_text("utf8"))
+            if described.pop("format") != _FORMAT or described.pop("version") > _VERSION:
+                raise ValueError("it is of another format, or of a later version")
+            columns = cls(**described)
+            rows = pl.read_parquet(folder / _LOG, glob=False, hive_partitioning=False).select(columns.columns())
+            return columns, rows
+        except FileNotFoundError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError) as error:
+            raise ValueError(f"{folder}: not a saved recommender: {error}") from error
 
     def _checked(self, rows: pl.DataFrame) -> pl.DataFrame:
         for name in (self.user, self.item):
