@@ -119,7 +119,8 @@ def section(session: Session, data: Data, dim: int, iterations: int, rounds: int
     lines = [
         f"{data.name}: {len(data.log.taken.values):,} pairs of {len(data.log.users):,} users and "
         f"{len(data.log.items):,} items. Width {dim}, {iterations} iterations, {rounds} rounds in turns; NDCG@10 of "
-        f"the last row of {len(data.hidden.users):,} users, the best of {settings} settings each.",
+        f"the last row of {len(data.hidden.users):,} users, "
+        + ("at one setting, not tuned." if settings == 1 else f"the best of {settings} settings each."),
         "",
         "| | seconds | CPU seconds | ndcg@10 |",
         "|---|--:|--:|--:|",
