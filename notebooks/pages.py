@@ -105,7 +105,7 @@ def write_gallery() -> None:
 
 
 def main() -> None:
-    for old in PAGES.glob("0*"):
+    for old in PAGES.glob("[0-9]*"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         write(path.stem)

@@ -303,6 +303,18 @@ def test_next_movie(run: Run) -> None:
     assert float(difference) < 1e-4
 
 
+@pytest.mark.long("notebooks")
+def test_from_a_log(run: Run) -> None:
+    done = run("10_from_a_log")
+    assert "NOT MovieLens" in done.text and "is taken: ndcg@10" in done.text and done.plots == 2
+    assert "rated before: 0" in done.text and "the same ten: True" in done.text
+    (score, count, total) = re.findall(r"score ([\d.-]+), contributions of (\d+) movies: ([\d.-]+)", done.text)[0]
+    assert float(score) == pytest.approx(float(total), abs=2e-4) and int(count) > 0
+    grown = re.findall(r"(users|movies): (\d+), now (\d+)", done.text)
+    assert [name for name, *_ in grown] == ["users", "movies"] and all(int(a) < int(b) for _, a, b in grown)
+    assert done.tables("contribution", "title") == 1 and done.tables("ndcg@10", "popularity") == 1
+
+
 def test_a_failing_cell_is_shown_and_what_ran_is_kept(execute: ModuleType, tmp_path: Path) -> None:
     shown: list[str] = []
     path = notebook(tmp_path, "print('before')", "1 / 0", "print('after')")

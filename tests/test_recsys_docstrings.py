@@ -12,7 +12,19 @@ from test_docstrings import check_example
 from nbdist import warm
 from nbdist.recsys.triton.serving import exists_for_this_machine
 
-ROOMS = ("datasets", "etl", "loader", "metrics", "models", "raw_ids", "retrieval", "sharding", "training", "triton")
+ROOMS = (
+    "datasets",
+    "etl",
+    "loader",
+    "metrics",
+    "models",
+    "raw_ids",
+    "recommenders",
+    "retrieval",
+    "sharding",
+    "training",
+    "triton",
+)
 #: Values and the names of types, which have no docstrings.
 VALUES = {"NULL", "NULL_STRING", "OPTIMIZERS", "PADDING", "PADDING_STRING", "STRATEGIES", "Schedule"}
 SERVED = {"Server", "serve"}

@@ -12,12 +12,13 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .recommenders import benchmark as benchmark
+    from .recommenders import fit_recommender as fit_recommender
 
 
 def __getattr__(name: str) -> _Any:
-    """Import `benchmark` when it is asked for: steps and loaders do without what it needs."""
-    if name == "benchmark":
-        from .recommenders import benchmark
+    """Import `benchmark` and `fit_recommender` when they are asked for: steps and loaders do without what they need."""
+    if name in ("benchmark", "fit_recommender"):
+        from . import recommenders
 
-        return benchmark
+        return getattr(recommenders, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -179,7 +179,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     """Links between pages are checked where the site is built (`make docs`), images and what GitHub shows are not."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
-        if "://" not in target and not re.search(r"notebooks/0\d|^0\d", target.removeprefix("../")):
+        if "://" not in target and not re.search(r"notebooks/\d\d|^\d\d", target.removeprefix("../")):
             assert (page.parent / target).exists(), f"there is no {target}"
 
 

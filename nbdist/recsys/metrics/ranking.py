@@ -111,7 +111,11 @@ class Grouped(Metric):
                 stacklevel=3,
             )
         weights = self._user_weights(labels, indexes, weights)
-        return self._of_users(ties, len(scores) if self.k is None else self.k) @ (weights / weights.sum())
+        return self._mean(ties, weights, len(scores) if self.k is None else self.k)
+
+    def _mean(self, ties: Ties, weights: Tensor, k: int) -> Tensor:
+        """Return the mean over users."""
+        return self._of_users(ties, k) @ (weights / weights.sum())
 
     def _user_weights(self, labels: Tensor, indexes: Tensor, weights: Tensor) -> Tensor:
         """Return the weight of each user with a positive row, in the order of `Ties`; shape (users,)."""
@@ -223,3 +227,59 @@ class MRR(Grouped):
 
     def _of_users(self, ties: Ties, k: int) -> Tensor:
         return ties.mrr(k)
+
+
+class MAP(Grouped):
+    """The mean precision at the places of a user's positive rows, 0 for those that are not among the first k; mean over
+    users.
+
+    Args:
+        k: The number of rows at the top that count. None: all.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.metrics import MAP
+        >>> precision = MAP()
+        >>> precision.update(torch.tensor([0.9, 0.5, 0.4]), torch.tensor([1, 0, 1]), torch.tensor([5, 5, 5]))
+        >>> round(float(precision.compute()), 4)  # (1/1 + 2/3) / 2
+        0.8333
+    """
+
+    def __init__(self, k: int | None = None) -> None:
+        super().__init__(k)
+
+    def _of_users(self, ties: Ties, k: int) -> Tensor:
+        return ties.average_precision(k)
+
+
+class GAUC(Grouped):
+    """The mean AUC of the rows of a user, by the user's number of rows (Zhou et al., KDD 2018): whether the model
+    orders what a user was shown, and not which users take more.
+
+    Users whose rows have one label only are left out; `users_without_positives` counts those without a positive row,
+    and `users_without_negatives` the others.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.metrics import GAUC
+        >>> gauc = GAUC()
+        >>> gauc.update(torch.tensor([0.9, 0.1, 0.4, 0.8]), torch.tensor([1, 0, 1, 0]), torch.tensor([0, 0, 7, 7]))
+        >>> float(gauc.compute())
+        0.5
+    """
+
+    users_without_negatives = 0
+    """Number of users with positive rows alone, which `compute` has left out."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def _mean(self, ties: Ties, weights: Tensor, k: int) -> Tensor:
+        values = ties.auc()
+        both = ~values.isnan()
+        self.users_without_negatives = int((~both).sum())
+        self.users = int(both.sum())
+        weights = (weights * ties.per_user(ties.size.double()))[both]
+        if not weights.any():
+            raise ValueError("GAUC: no user with a weight has rows of both labels on any rank")
+        return values[both] @ (weights / weights.sum())

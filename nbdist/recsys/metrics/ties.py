@@ -83,6 +83,32 @@ class Ties(NamedTuple):
         per_row = likely / (start + ahead + 1)
         return per_row.new_zeros(len(rows)).index_add_(0, tie, per_row)
 
+    def average_precision(self, k: int) -> Tensor:
+        """Return the mean precision at the places of a user's positive rows among the first k, 0 for those that are
+        not."""
+        before = self.positives.cumsum(0) - self.positives
+        before = before - before[torch.searchsorted(self.owner, self.owner)]  # positive rows ahead of the tie
+        rows = self.within(k)
+        tie = torch.arange(len(rows), device=rows.device).repeat_interleave(rows)
+        ahead = torch.arange(len(tie), device=rows.device) - (rows.cumsum(0) - rows)[tie]  # rows of the tie ahead of it
+        size, positives = self.size[tie].double(), self.positives[tie].double()
+        # A row of the tie is positive with the probability positives / size; then the rows ahead of it have their share
+        # of the other positive ones.
+        others = ahead * (positives - 1) / (size - 1).clamp(min=1)
+        precision = (before[tie] + 1 + others) / (self.start[tie] + ahead + 1)
+        found = precision.new_zeros(len(rows)).index_add_(0, tie, positives / size * precision)
+        return self.per_user(found) / self.totals.clamp(max=k)
+
+    def auc(self) -> Tensor:
+        """Return the AUC of a user's rows; NaN without a negative row."""
+        negatives = (self.size - self.positives).double()
+        total = self.per_user(negatives)
+        until = negatives.cumsum(0)
+        first = torch.searchsorted(self.owner, self.owner)
+        until = until - (until - negatives)[first]  # of the user, to the end of the tie
+        behind = total[self.owner] - until
+        return self.per_user(self.positives * (behind + negatives / 2)) / (total * self.totals)
+
     def _first(self) -> Ties:
         """Return the first tie of each user that has a positive row."""
         some = self.positives > 0

@@ -3,6 +3,8 @@
 from .base import Recommender
 from .comparison import Candidate, Comparison, benchmark
 from .ease import EASE
+from .fitted import FittedRecommender
+from .fitting import fit_recommender
 from .ials import IALS
 from .neighbors import ItemKNN
 from .popularity import Popularity
@@ -14,9 +16,11 @@ __all__ = [
     "ByTime",
     "Candidate",
     "Comparison",
+    "FittedRecommender",
     "ItemKNN",
     "LeaveOneOut",
     "Popularity",
     "Recommender",
     "benchmark",
+    "fit_recommender",
 ]

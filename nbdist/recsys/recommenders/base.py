@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import polars as pl
@@ -11,25 +14,32 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ...checks import check_count
+from .. import ranks
+from ..io.folders import atomic_folder
 from ..io.frames import Tabular, series_of
 from ..loader.columns import Ragged
-from ..retrieval.index import frame_of_best
-from .interactions import Interactions, codes_of, lists_of, part_of
+from ..retrieval.codes import codes_of
+from . import saving
+from .best import best_of
+from .interactions import Interactions, lists_of, part_of
 from .spaces import Space
-
-_BLOCK = 1 << 23
-"""Scores that are in memory at a time."""
 
 
 class Recommender(abc.ABC):
     """A model that scores items by the items that a user has taken.
 
     A subclass learns in `_learn` and scores histories in `_scores`. In ranks, all of them call `fit` with the same log.
+
+    Examples:
+        >>> from nbdist.recsys.recommenders import EASE, Recommender
+        >>> isinstance(EASE(), Recommender), EASE().parameters
+        (True, {'regularization': 500.0})
     """
 
     SPACE: ClassVar[Mapping[str, Space]] = {}
     """Values that `benchmark` tries, by the name of the parameter."""
+    ARRAYS: ClassVar[tuple[str, ...]]
+    """Names of the attributes that `_learn` sets: tensors whose rows are items."""
 
     _log: Interactions | None = None
 
@@ -37,8 +47,8 @@ class Recommender(abc.ABC):
         """Learn from a log.
 
         Args:
-            log: A row for each time that a user has taken an item: a frame of polars or pandas, an Arrow table, or a
-                dict of columns.
+            log: A row for each time that a user has taken an item: a frame of polars or pandas, an Arrow table, a
+                dict of columns, or the name of Parquet files.
             user: The column of users' ids: integers, strings or dates, none null.
             item: The column of items' ids.
             time: The column of times, for models that use them.
@@ -51,9 +61,12 @@ class Recommender(abc.ABC):
             ValueError: A column is missing, an id is null, or there are no rows.
             MemoryError: The model would not fit into memory.
         """
-        interactions = Interactions.of(log, user, item, time)
-        self._learn(interactions)
-        self._log = interactions
+        return self.fit_to(Interactions.of(log, user, item, time))
+
+    def fit_to(self, log: Interactions) -> Self:
+        """Learn from a log whose users and items are numbered already."""
+        self._learn(log)
+        self._log = log
         return self
 
     @property
@@ -65,6 +78,11 @@ class Recommender(abc.ABC):
     def items(self) -> pl.Series:
         """Ids of the items of the log."""
         return self._fitted.items
+
+    @property
+    def taken(self) -> Ragged:
+        """The items of each user of the log, by place in `items`."""
+        return self._fitted.taken
 
     def recommend(self, users: Any, k: int = 10, *, exclude_taken: bool = True) -> pl.DataFrame:
         """Find the items with the highest scores for users of the log.
@@ -89,7 +107,8 @@ class Recommender(abc.ABC):
                 f"{len(missing)} of {len(ids)} users are not in the log, the first is {missing[0]!r}: "
                 f"recommend_for(histories) takes the items that a new user has taken"
             )
-        found = self._best(part_of(self._fitted.taken, torch.from_numpy(codes)), k, exclude_taken)
+        taken = part_of(self.taken, torch.from_numpy(codes))
+        found = self.best(taken, k, taken if exclude_taken else None)
         return found.insert_column(0, ids)
 
     def recommend_for(
@@ -106,7 +125,113 @@ class Recommender(abc.ABC):
         Returns:
             As `recommend`, without the column of users.
         """
-        return self._best(lists_of(histories, self.items), k, exclude_taken)
+        taken = lists_of(histories, self.items)
+        return self.best(taken, k, taken if exclude_taken else None)
+
+    def similar(self, items: Any, k: int = 10) -> pl.DataFrame:
+        """Find the items that go best with an item: what is recommended to who has taken it alone, or, for `IALS`, the
+        items whose vectors have the largest cosines with its vector.
+
+        Args:
+            items: Ids of items of the log: a list, or a column of polars, pandas or Arrow.
+            k: The number of items for each.
+
+        Returns:
+            A row for each item: `item`, `items` (a list of ids, the best first) and `scores`.
+
+        Raises:
+            KeyError: An item is not in the log.
+            ValueError: The model counts each item by itself: `Popularity`.
+
+        Examples:
+            >>> from nbdist.recsys.recommenders import ItemKNN
+            >>> log = {"user": [1, 1, 2, 2, 3, 4], "item": ["a", "b", "a", "b", "c", "c"]}
+            >>> ItemKNN().fit(log).similar(["a"], 1)["items"].to_list()
+            [['b']]
+        """
+        ids = series_of(items, "item").alias("item")
+        codes = self._codes_of_items(ids)
+        itself = Ragged(codes, torch.arange(len(codes) + 1))
+        found = best_of(self.items, itself, k, itself, self._similarities)
+        return found.insert_column(0, ids)
+
+    def explain(self, history: Sequence[Any] | pl.Series, item: Any) -> pl.DataFrame:
+        """Divide an item's score among the items that a user has taken.
+
+        Args:
+            history: The ids of the items that the user has taken; ids that the log lacks are passed over.
+            item: The item whose score it is.
+
+        Returns:
+            A row for each item of the history: `item` and `contribution`, the largest first. The contributions add up
+            to the score; what does not come from the history is in a row without an item.
+
+        Raises:
+            KeyError: The item is not in the log.
+
+        Examples:
+            >>> from nbdist.recsys.recommenders import EASE
+            >>> log = {"user": [1, 1, 2, 2, 3, 4], "item": ["a", "b", "a", "b", "a", "c"]}
+            >>> EASE(regularization=1.0).fit(log).explain(["a", "c"], "b")["item"].to_list()
+            ['a', 'c']
+        """
+        code = self._codes_of_items(pl.Series("item", [item]))
+        taken = lists_of([list(series_of(history, "item"))], self.items)
+        shares, rest = self._contributions(taken.values, int(code[0]))
+        ids = self.items.gather(taken.values.numpy()).alias("item")
+        found = pl.DataFrame([ids, pl.Series("contribution", shares.numpy(), pl.Float32)])
+        if rest is not None:
+            row = {"item": pl.Series([None], dtype=ids.dtype), "contribution": pl.Series([rest], dtype=pl.Float32)}
+            found = pl.concat([found, pl.DataFrame(row)])
+        return found.sort("contribution", descending=True, maintain_order=True)
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Save the model in a folder, as JSON, Parquet and NumPy's arrays. It appears when it is complete.
+
+        In ranks all must call it, and rank 0 writes.
+
+        Raises:
+            FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+        """
+        _ = self._fitted
+        with atomic_folder(folder, saving.FILES, overwrite) as scratch:
+            if ranks.rank() == 0:
+                self.write(scratch / "whole")
+
+    def write(self, folder: Path) -> None:
+        """Write the files of `save` into a folder that is there."""
+        arrays = {name: getattr(self, name) for name in self.ARRAYS}
+        saving.write(folder, saving.Saved(type(self).__name__, self.parameters, self._fitted, arrays))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Self:
+        """Load the model that was saved in a folder. Nothing in it is run: there is no pickle.
+
+        Raises:
+            FileNotFoundError, ValueError: It is not there, or is something else; or a model of another class.
+
+        Examples:
+            >>> from nbdist.recsys.recommenders import EASE, Recommender
+            >>> EASE().fit({"user": [1, 1, 2], "item": ["a", "b", "a"]}).save("linear")
+            >>> Recommender.load("linear").recommend([2], 1)["items"].to_list()
+            [['b']]
+        """
+        saved = saving.read(Path(folder).expanduser())
+        kinds = {kind.__name__: kind for kind in (cls, *cls.__subclasses__())}
+        if saved.kind not in kinds:
+            raise ValueError(f"{folder} must hold a model of {' or '.join(sorted(kinds))}, got {saved.kind}")
+        model = kinds[saved.kind](**saved.parameters)
+        if set(saved.arrays) != set(model.ARRAYS):
+            raise ValueError(f"{folder} must hold {', '.join(model.ARRAYS)}, got {', '.join(saved.arrays)}")
+        for name, array in saved.arrays.items():
+            setattr(model, name, array)
+        model._log = saved.log
+        return model
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The arguments that the model was made with, by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @property
     def _fitted(self) -> Interactions:
@@ -114,20 +239,31 @@ class Recommender(abc.ABC):
             raise RuntimeError(f"{type(self).__name__} has learned from no log yet: call fit(log) first")
         return self._log
 
-    def _best(self, histories: Ragged, k: int, exclude_taken: bool) -> pl.DataFrame:
-        check_count(k, least=1, name="`k`")
-        items = self.items
-        tables = []
-        for rows in blocks(len(histories.lengths), max(1, _BLOCK // len(items))):
-            part = part_of(histories, rows)
-            scores = self._scores(part)
-            if exclude_taken:
-                scores[torch.arange(len(rows)).repeat_interleave(part.lengths), part.values] = -torch.inf
-            best, places = _first(scores, min(k, len(items)))
-            places[best == -torch.inf] = -1
-            tables.append(frame_of_best(items, best, places))
-        kinds = {"items": pl.List(items.dtype), "scores": pl.List(pl.Float32)}
-        return pl.concat([pl.DataFrame(schema=kinds), *tables])
+    def best(self, histories: Ragged, k: int, excluded: Ragged | None) -> pl.DataFrame:
+        """Return `items` and `scores` for lists of codes, without the codes of `excluded`."""
+        return best_of(self.items, histories, k, excluded, self._scores)
+
+    def _codes_of_items(self, ids: pl.Series) -> Tensor:
+        codes = codes_of(ids, self.items)
+        if (codes < 0).any():
+            missing = ids.filter(pl.Series(codes < 0))
+            raise KeyError(
+                f"{len(missing)} of {len(ids)} items are not in the log that {type(self).__name__} has learned from, "
+                f"the first is {missing[0]!r}: `items` has those that are"
+            )
+        return torch.from_numpy(codes)
+
+    def _similarities(self, items: Ragged) -> Tensor:
+        """Return a score for each list of one item and each item, shape (lists, items)."""
+        return self._scores(items)
+
+    @abc.abstractmethod
+    def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, float | None]:
+        """Return what each item of a history adds to an item's score, shape (taken,); and what else does, or None."""
+
+    def unfitted(self) -> Self:
+        """Return a model with the same parameters that has learned nothing."""
+        return type(self)(**self.parameters)
 
     @abc.abstractmethod
     def _learn(self, log: Interactions) -> None:
@@ -136,23 +272,3 @@ class Recommender(abc.ABC):
     @abc.abstractmethod
     def _scores(self, histories: Ragged) -> Tensor:
         """Return a score for each history and item, float32, shape (histories, items)."""
-
-
-def _first(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest scores of each row and their places; of equal scores, the one of the first place."""
-    best, places = scores.topk(k)
-    # topk chooses among equal scores as it likes. So all that are above the last one, and then the first of its equals.
-    tied = (scores == best[:, -1:]).sum(1) > (best == best[:, -1:]).sum(1)
-    for row in tied.nonzero().flatten().tolist():
-        order = scores[row].argsort(descending=True, stable=True)[:k]
-        best[row], places[row] = scores[row, order], order
-    order = torch.argsort(places, dim=1, stable=True)
-    best, places = best.gather(1, order), places.gather(1, order)
-    order = torch.argsort(best, dim=1, descending=True, stable=True)
-    return best.gather(1, order), places.gather(1, order)
-
-
-def blocks(rows: int, height: int) -> Iterator[Tensor]:
-    """Numbers of rows, `height` at a time."""
-    for first in range(0, rows, height):
-        yield torch.arange(first, min(rows, first + height))

@@ -5,39 +5,19 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from ...checks import check_choice, check_count, check_flag, check_mapping
 from .. import ranks
 from ..io.frames import Tabular
-from ..loader.columns import Ragged
-from ..metrics.ranked_items import per_user
 from .base import Recommender
-from .interactions import check_no_nulls, codes_of, columns_of
+from .hidden import Fits, Task
+from .interactions import columns_of
+from .intervals import LEVEL, METRICS, table_of
 from .protocols import LeaveOneOut, SplitProtocol
 from .spaces import Space, grid, number_of_settings, suggest
-
-METRICS = ("recall", "ndcg", "mrr", "hit_rate")
-#: Number of samples of users for an interval, and of signs for a test.
-_RESAMPLES = 2000
-_LEVEL = 0.05
-
-
-class Fits(Protocol):
-    """The two methods that `benchmark` needs of a recommender."""
-
-    def fit(self, log: pl.DataFrame, *, user: str, item: str, time: str | None) -> Any:
-        """Learn from a log."""
-        ...
-
-    def recommend(self, users: pl.Series, k: int) -> pl.DataFrame:
-        """Return a row for each user, in order, with the column `items`: ids, the best first, none taken before."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +28,11 @@ class Candidate:
         make: Called with a value for each parameter of `space`; returns an object with `fit(log, *, user, item, time)`
             and `recommend(users, k)`, as `Recommender` has them.
         space: The values that are tried, by the name of the parameter.
+
+    Examples:
+        >>> from nbdist.recsys.recommenders import EASE, Candidate
+        >>> Candidate(EASE, {"regularization": (10.0, 100.0)}).make(regularization=10.0).regularization
+        10.0
     """
 
     make: Callable[..., Fits]
@@ -69,13 +54,25 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of `benchmark`."""
+    """The result of `benchmark`.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.recommenders import EASE, Popularity, benchmark
+        >>> rows = [(u, (u + i) % 7, i) for u in range(40) for i in range(4)]
+        >>> log = pl.DataFrame(rows, schema=["user", "item", "timestamp"], orient="row")
+        >>> found = benchmark({"EASE": EASE(1.0), "popularity": Popularity}, log, k=2, progress=False)
+        >>> found.parameters, found.about["test"]
+        ({'EASE': {}, 'popularity': {}}, 40)
+    """
 
     table: pl.DataFrame
     """A row for each model, the best first: its name; each metric with the bounds of its interval (`low`, `high`);
     `p_value` and `verdict` of a test against the best; trials, the parameters chosen, and seconds of the last fit."""
     about: dict[str, Any]
     """Protocol, k, rows of each part, users and items measured, cold users, cold items, seed."""
+    parameters: dict[str, dict[str, Any]]
+    """For each model, the parameters chosen."""
     per_user: dict[str, pl.DataFrame] = field(repr=False)
     """For each model, the metrics of each user measured."""
 
@@ -97,7 +94,7 @@ class Comparison:
             f"found, of {a['users']:,} users among {a['items']:,} items, without those taken before. Not "
             f"measured: {a['cold_users']:,} users who are new, {a['repeated']:,} rows that repeat what was taken. "
             f"Counted as missed: {a['cold_items']:,} rows of items that are new. Brackets: 95 % intervals over users. "
-            f"Level: a paired test against the best has p ≥ {_LEVEL:g}."
+            f"Level: a paired test against the best has p ≥ {LEVEL:g}."
         )
 
     def __repr__(self) -> str:
@@ -168,11 +165,11 @@ def benchmark(
     check_choice(metric, METRICS, name="`metric`")
     check_flag(progress, name="`progress`")
     _require()
-    task = _Task.of(columns_of(log, user, item, time), user, item, time, protocol or LeaveOneOut(), k)
-    found, rows = {}, []
+    task = Task.of(columns_of(log, user, item, time), user, item, time, protocol or LeaveOneOut(), k)
+    found, rows, parameters = {}, [], {}
     for name, candidate in candidates.items():
         chosen, tried = _tuned(candidate, task, trials, metric, seed, name)
-        model = candidate.make(**chosen)
+        model, parameters[name] = candidate.make(**chosen), chosen
         began = clock.perf_counter()
         found[name] = task.tested(model)
         rows.append(
@@ -185,87 +182,18 @@ def benchmark(
         )
         if progress and ranks.rank() == 0:
             print(f"{name}: {metric}@{k} {float(found[name][metric].mean()):.4f}, {tried} settings tried", flush=True)
-    table = _table(found, rows, metric, k, seed)
+    table = table_of(found, rows, metric, k, seed)
     about = {**task.about, "k": k, "seed": seed}
     return Comparison(
-        table, about, {name: pl.DataFrame({m: v.numpy() for m, v in one.items()}) for name, one in found.items()}
+        table,
+        about,
+        parameters,
+        {name: pl.DataFrame({m: v.numpy() for m, v in one.items()}) for name, one in found.items()},
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """A log that has been divided, and how models are measured on it."""
-
-    train: pl.DataFrame
-    known: pl.DataFrame
-    """Training and validation rows."""
-    valid: pl.DataFrame
-    test: pl.DataFrame
-    names: tuple[str, str, str]
-    k: int
-    about: dict[str, Any]
-
-    @classmethod
-    def of(cls, log: pl.DataFrame, user: str, item: str, time: str, protocol: SplitProtocol, k: int) -> _Task:
-        for name in (user, item):
-            check_no_nulls(log[name])
-        train, valid, test = protocol.split(log, user, time)
-        known = pl.concat([train, valid])
-        new = [
-            part.join(before, on=[user, item], how="anti", maintain_order="left")
-            for part, before in ((valid, train), (test, known))
-        ]
-        chooses, found = (
-            part.join(before, on=user, how="semi", maintain_order="left")
-            for part, before in zip(new, (train, known), strict=True)
-        )
-        for what, part in (("learn from", train), ("choose among settings by", chooses), ("be found", found)):
-            if not len(part):
-                raise ValueError(
-                    f"`log` must have rows to {what}, got none in {len(log):,} rows under {protocol!r}: users who are "
-                    f"known, and take what they did not take before"
-                )
-        about = {
-            "protocol": repr(protocol),
-            "train": len(train),
-            "valid": len(chooses),
-            "test": len(found),
-            "users": found[user].n_unique(),
-            "items": known[item].n_unique(),
-            "repeated": len(test) - len(new[1]),
-            "cold_users": new[1].join(known, on=user, how="anti")[user].n_unique(),
-            "cold_items": len(found.join(known, on=item, how="anti")),
-        }
-        return cls(train, known, chooses, found, (user, item, time), k, about)
-
-    def validated(self, model: Fits) -> dict[str, Tensor]:
-        return self._measured(model, self.train, self.valid)
-
-    def tested(self, model: Fits) -> dict[str, Tensor]:
-        return self._measured(model, self.known, self.test)
-
-    def _measured(self, model: Fits, known: pl.DataFrame, hidden: pl.DataFrame) -> dict[str, Tensor]:
-        """Fit a model, and return the metrics of each user."""
-        user, item, time = self.names
-        model.fit(known, user=user, item=item, time=time)
-        lists = hidden.group_by(user).agg(item).sort(user)
-        found = model.recommend(lists[user], self.k)["items"]
-        if len(found) != len(lists):
-            raise ValueError(f"recommend must return a row for each of {len(lists)} users, got {len(found)}")
-        ids = pl.concat([known[item], hidden[item]]).unique().sort()
-        flat = pl.DataFrame({"id": found}).with_row_index("row").explode("id").drop_nulls("id")
-        flat = flat.with_columns(place=pl.int_range(pl.len()).over("row")).filter(pl.col("place") < self.k)
-        row, place = (torch.from_numpy(flat[one].cast(pl.Int64).to_numpy(writable=True)) for one in ("row", "place"))
-        ranked = torch.full((len(lists), self.k), -1)
-        ranked[row, place] = torch.from_numpy(codes_of(flat["id"].cast(ids.dtype), ids))
-        taken = torch.from_numpy(codes_of(lists[item].explode(), ids))
-        lengths = torch.from_numpy(lists[item].list.len().cast(pl.Int64).to_numpy(writable=True))
-        relevant = Ragged(taken, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
-        return per_user(ranked, relevant)[0]
-
-
 def _tuned(
-    candidate: Candidate, task: _Task, trials: int, metric: str, seed: int, name: str
+    candidate: Candidate, task: Task, trials: int, metric: str, seed: int, name: str
 ) -> tuple[dict[str, Any], int]:
     """Return the setting that is best on the rows that choose, and how many were tried."""
     if not candidate.space:
@@ -286,54 +214,6 @@ def _tuned(
 
     study.optimize(value, n_trials=trials)
     return dict(study.best_params), len(study.trials)
-
-
-def _table(
-    found: dict[str, dict[str, Tensor]], rows: list[dict[str, Any]], metric: str, k: int, seed: int
-) -> pl.DataFrame:
-    """Return a row for each model, the best first."""
-    best = max(found, key=lambda name: float(found[name][metric].mean()))
-    for row in rows:
-        mine = found[row["model"]]
-        for name in METRICS:
-            low, high = _interval(mine[name].numpy(), seed)
-            row |= {f"{name}@{k}": float(mine[name].mean()), f"{name}@{k} low": low, f"{name}@{k} high": high}
-        p = _p_value((found[best][metric] - mine[metric]).numpy(), seed)
-        row["p_value"] = p
-        row["verdict"] = "best" if row["model"] == best else "level" if p >= _LEVEL else "behind"
-    ordered = sorted(rows, key=lambda row: -row[f"{metric}@{k}"])
-    first = ["model", *(f"{name}@{k}{end}" for name in METRICS for end in ("", " low", " high"))]
-    return pl.DataFrame(ordered).select(*first, "p_value", "verdict", "trials", "parameters", "fit_seconds")
-
-
-def _interval(values: Any, seed: int) -> tuple[float, float]:
-    """Return the bounds of the 95 % interval of a mean, by resampling users."""
-    from scipy.stats import bootstrap
-
-    if len(values) < 2 or (values == values[0]).all():
-        return float(values.mean()), float(values.mean())
-    found = bootstrap(
-        (values,), np.mean, n_resamples=_RESAMPLES, batch=200, method="percentile", rng=np.random.default_rng(seed)
-    ).confidence_interval
-    return float(found.low), float(found.high)
-
-
-def _p_value(differences: Any, seed: int) -> float:
-    """Return how likely a mean difference as large is by chance, by drawing the signs of users' differences."""
-    from scipy.stats import permutation_test
-
-    if not differences.any():
-        return 1.0
-    return float(
-        permutation_test(
-            (differences,),
-            np.mean,
-            permutation_type="samples",
-            n_resamples=_RESAMPLES,
-            batch=200,
-            rng=np.random.default_rng(seed),
-        ).pvalue
-    )
 
 
 def _short(value: Any) -> str:

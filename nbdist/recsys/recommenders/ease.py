@@ -37,6 +37,7 @@ class EASE(Recommender):
     """
 
     SPACE: ClassVar[Mapping[str, Space]] = {"regularization": Range(10.0, 10_000.0, log=True)}
+    ARRAYS = ("_weights",)
 
     def __init__(self, regularization: float = 500.0) -> None:
         check_number(regularization, above=0, name="`regularization`")
@@ -52,7 +53,10 @@ class EASE(Recommender):
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram))
         del gram
         weights = inverse.div_(-inverse.diagonal().clone())
-        self._weights = weights.fill_diagonal_(0.0).float()  # (taken, scored)
+        self._weights: Tensor = weights.fill_diagonal_(0.0).float()  # (taken, scored)
 
     def _scores(self, histories: Ragged) -> Tensor:
         return sums_of(histories, self._weights)
+
+    def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, None]:
+        return self._weights[taken, item], None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ranks
 from ..loader.columns import Ragged
-from .base import blocks
+from .best import blocks
 from .interactions import part_of, sums_of, transposed
 
 _BLOCK = 1 << 25

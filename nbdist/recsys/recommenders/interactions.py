@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from ..io.frames import Tabular, require_frame, series_of
+from ..io.frames import Tabular, require_frame
 from ..loader.columns import Ragged
+from ..retrieval.codes import codes_of, places_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +28,8 @@ class Interactions:
     """Raw ids; an item's code is the place."""
     taken: Ragged
     """The items of each user, by code, each once, in rising order."""
-    item_of_row: Tensor
-    """Code of each row of the log, int64, shape (rows,)."""
+    item_of_row: Tensor | None
+    """Code of each row of the log, int64, shape (rows,). None: in a model that was loaded."""
     time_of_row: Tensor | None
     """Time of each row, float64, shape (rows,), in units of the time column, NaN where unknown. None: no times."""
 
@@ -54,7 +56,7 @@ class Interactions:
             times = torch.from_numpy(
                 rows[time].to_physical().cast(pl.Float64).fill_null(np.nan).to_numpy(writable=True)
             )
-        return cls(users, items, _lists(user_codes, item_codes, len(users)), torch.from_numpy(item_codes), times)
+        return cls(users, items, ragged_of(user_codes, item_codes, len(users)), torch.from_numpy(item_codes), times)
 
 
 def check_no_nulls(ids: pl.Series) -> None:
@@ -65,41 +67,40 @@ def check_no_nulls(ids: pl.Series) -> None:
         )
 
 
-def columns_of(log: Tabular, *columns: str) -> pl.DataFrame:
-    """Read some columns of a log. Raises `ValueError` for one that is not there."""
-    rows = require_frame(log, "log").lazy()
-    there = rows.collect_schema()
+def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = ()) -> pl.DataFrame:
+    """Read some columns of a log, a frame or the name of Parquet files, and the optional ones that are there.
+
+    Raises `ValueError` for a column that is not there.
+    """
+    try:
+        rows = (
+            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, "log").lazy()
+        )
+        there = rows.collect_schema()
+    except (pl.exceptions.ComputeError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"log must be in Parquet files, got {str(log)!r}: {error}") from error
     for name in columns:
         if name not in there:
             raise ValueError(f"log must have a column {name!r}, got {', '.join(map(repr, there))}")
-    return rows.select(list(dict.fromkeys(columns))).collect()
-
-
-def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the place of each id in `known`, -1 where it is not there."""
-    if known.dtype.is_integer() and ids.dtype.is_integer():
-        ids, known = ids.cast(pl.Int128), known.cast(pl.Int128)
-    if ids.dtype != known.dtype:
-        if not len(ids):
-            return np.zeros(0, np.int64)
-        raise TypeError(f"ids must be {known.dtype}, as those of the log, got {ids.dtype}")
-    places = pl.DataFrame({"id": known}).with_row_index("place")
-    found = pl.DataFrame({"id": ids}).join(places, on="id", how="left", maintain_order="left")["place"]
-    return found.cast(pl.Int64).fill_null(-1).to_numpy(writable=True)
+    words = pl.selectors.by_dtype(pl.Categorical, pl.Enum)  # which are ids as strings are
+    return (
+        rows.select(list(dict.fromkeys([*columns, *(one for one in optional if one in there)])))
+        .with_columns(words.cast(pl.String))
+        .collect()
+    )
 
 
 def lists_of(histories: Sequence[Sequence[Any]] | pl.Series, items: pl.Series) -> Ragged:
     """Return lists of raw ids as lists of codes, each once, in rising order; ids that are not known are left out."""
-    lists = series_of(histories, "id").alias("id")
-    if not isinstance(lists.dtype, pl.List):
-        raise TypeError(f"histories must be a list of ids for each user, got {lists.dtype}")
-    flat = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id")
-    ids = flat["id"].cast(items.dtype) if flat["id"].dtype == pl.Null else flat["id"]
-    codes, rows = codes_of(ids, items), flat["row"].to_numpy()
-    return _lists(rows[codes >= 0], codes[codes >= 0], len(lists))
+    places = places_of(histories, items)
+    rows = rows_of_values(places)
+    known = places.values >= 0
+    return ragged_of(rows[known].numpy(), places.values[known].numpy(), len(places.lengths))
 
 
-def _lists(rows: Any, codes: Any, count: int) -> Ragged:
+def ragged_of(rows: Any, codes: Any, count: int) -> Ragged:
     """Return the codes of each of `count` rows, each once, in rising order."""
     pairs = pl.DataFrame({"row": rows, "code": codes}).unique().sort("row", "code")
     lengths = np.bincount(pairs["row"].to_numpy(), minlength=count)
@@ -108,11 +109,22 @@ def _lists(rows: Any, codes: Any, count: int) -> Ragged:
 
 
 def part_of(lists: Ragged, rows: Tensor) -> Ragged:
-    """Return the lists of some rows, in their order."""
-    lengths = lists.lengths[rows]
+    """Return the lists of some rows, in their order; for row -1 an empty list."""
+    lengths = (lists.offsets[rows + 1] - lists.offsets[rows]) * (rows >= 0)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
-    return Ragged(lists.values[lists.offsets[:-1][rows].repeat_interleave(lengths) + within], offsets)
+    return Ragged(lists.values[lists.offsets[rows].repeat_interleave(lengths) + within], offsets)
+
+
+def rows_of_values(lists: Ragged) -> Tensor:
+    """Return for each value the number of its list."""
+    return torch.arange(len(lists.lengths)).repeat_interleave(lists.lengths)
+
+
+def together(first: Ragged, second: Ragged) -> Ragged:
+    """Return for each row the codes of both lists, each once, in rising order."""
+    rows = torch.cat([rows_of_values(first), rows_of_values(second)])
+    return ragged_of(rows.numpy(), torch.cat([first.values, second.values]).numpy(), len(first.lengths))
 
 
 def sums_of(lists: Ragged, rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -124,7 +136,7 @@ def sums_of(lists: Ragged, rows: Tensor, weights: Tensor | None = None) -> Tenso
 
 def transposed(lists: Ragged, width: int) -> Ragged:
     """Return for each item the rows that have it, in rising order."""
-    rows = torch.arange(len(lists.lengths)).repeat_interleave(lists.lengths)
+    rows = rows_of_values(lists)
     order = lists.values.argsort(stable=True)
     counts = lists.values.bincount(minlength=width)
     return Ragged(rows[order], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))

@@ -12,7 +12,7 @@ from ...checks import check_count, check_number
 from ..loader.columns import Ragged
 from .base import Recommender
 from .gram import columns_of_gram
-from .interactions import Interactions, sums_of
+from .interactions import Interactions, rows_of_values, sums_of
 from .spaces import Range, Space
 
 
@@ -37,6 +37,7 @@ class ItemKNN(Recommender):
         "neighbors": Range(5, 500, log=True),
         "shrinkage": Range(0.1, 200.0, log=True),
     }
+    ARRAYS = ("_places", "_cosines")
 
     def __init__(self, neighbors: int = 100, shrinkage: float = 10.0) -> None:
         self.neighbors = check_count(neighbors, least=1, name="`neighbors`")
@@ -52,10 +53,15 @@ class ItemKNN(Recommender):
             cosines = counts / (norms[:, None] * norms[scored] + self.shrinkage)
             cosines[scored, torch.arange(len(scored))] = 0.0
             values[scored], places[scored] = (part.T for part in cosines.topk(k, dim=0))
-        self._neighbors = Ragged(places.flatten(), torch.arange(count + 1) * k)  # of each item that is scored
-        self._cosines = values.flatten()
+        self._places, self._cosines = places, values  # (scored, k)
 
     def _scores(self, histories: Ragged) -> Tensor:
         taken = torch.zeros(len(self.items), len(histories.lengths))
-        taken[histories.values, torch.arange(len(histories.lengths)).repeat_interleave(histories.lengths)] = 1.0
-        return sums_of(self._neighbors, taken, self._cosines).T.contiguous()
+        taken[histories.values, rows_of_values(histories)] = 1.0
+        count, k = self._places.shape
+        neighbors = Ragged(self._places.flatten(), torch.arange(count + 1) * k)
+        return sums_of(neighbors, taken, self._cosines.flatten()).T.contiguous()
+
+    def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, None]:
+        same = self._places[item] == taken[:, None]
+        return (same * self._cosines[item]).sum(1), None

@@ -35,20 +35,36 @@ class Popularity(Recommender):
     """
 
     SPACE: ClassVar[Mapping[str, Space]] = {}
+    ARRAYS = ("_counts",)
 
     def __init__(self, half_life: float | None = None) -> None:
         if half_life is not None:
             check_number(half_life, above=0, name="`half_life`")
         self.half_life = half_life
 
+    @classmethod
+    def of_taken(cls, model: Recommender) -> Popularity:
+        """Return what most users of another model's log have taken."""
+        popular = cls()
+        popular._counts = model.taken.values.bincount(minlength=len(model.items)).float()
+        popular._log = model._fitted
+        return popular
+
     def _learn(self, log: Interactions) -> None:
+        assert log.item_of_row is not None
         weights = torch.ones(len(log.item_of_row), dtype=torch.float64)
         if self.half_life is not None:
             if log.time_of_row is None:
                 raise ValueError("`time` must name the column of times where `half_life` is given, got None")
             age = log.time_of_row.nan_to_num(-torch.inf).max() - log.time_of_row
             weights = torch.exp2(-age / self.half_life).nan_to_num(0.0)
-        self._counts = log.item_of_row.bincount(weights, minlength=len(log.items)).float()
+        self._counts: Tensor = log.item_of_row.bincount(weights, minlength=len(log.items)).float()
 
     def _scores(self, histories: Ragged) -> Tensor:
         return self._counts.repeat(len(histories.lengths), 1)
+
+    def _similarities(self, items: Ragged) -> Tensor:
+        raise ValueError("Popularity has no similar items, since it counts each by itself: ItemKNN, EASE and IALS have")
+
+    def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, float]:
+        return torch.zeros(len(taken)), float(self._counts[item])

@@ -24,6 +24,13 @@ class LeaveOneOut:
 
     Of rows of the same time, the later one in the log is the later one. Users with fewer than three rows are learned
     from alone.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.recommenders import LeaveOneOut
+        >>> log = pl.DataFrame({"user": [1, 1, 1], "item": ["a", "b", "c"], "day": [1, 2, 3]})
+        >>> LeaveOneOut().split(log, "user", "day").test["item"].to_list()
+        ['c']
     """
 
     def split(self, log: pl.DataFrame, user: str, time: str) -> Split[pl.DataFrame]:
@@ -36,6 +43,13 @@ class ByTime:
     """Hide the latest rows of all users, and choose among settings by those before them: as in use.
 
     Users and items that first appear in hidden rows cannot be known: the comparison counts them.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.recommenders import ByTime
+        >>> log = pl.DataFrame({"user": [1] * 5, "item": list("abcde"), "day": range(5)})
+        >>> ByTime(valid=0.2, test=0.2).split(log, "user", "day").test["item"].to_list()
+        ['e']
     """
 
     valid: float = 0.1

@@ -19,12 +19,11 @@ from ..io.frames import Tabular, series_of
 from ..loader.columns import Column, Columns, Ragged, rows_of
 from ..loader.loaders import MemoryLoader
 from ..loader.tables import to_table
+from .codes import places_of
 from .modes import evaluating, modules_of
 from .search import top_k
 
 _FILE = "items.parquet"
-_NO_ID = -1e30
-"""Less than every integer that an index has: for floats that are no whole numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,21 +135,7 @@ class ItemIndex:
         An unknown id gets position -1: `top_k` ignores it, and `ranking_metrics` counts it as not found. A repeated id
         occurs once in the result, and a null is left out.
         """
-        lists = series_of(ids, "id").alias("id")
-        # An integer that the index's type cannot hold is one that it does not have.
-        kind = pl.Int128() if self.ids.dtype.is_integer() else self.ids.dtype
-        inner = lists.dtype.inner if isinstance(lists.dtype, pl.List) else None
-        if kind.is_integer() and isinstance(inner, pl.DataType) and inner.is_float():
-            id = pl.element().fill_nan(None)
-            whole = id.is_null() | (id.is_finite() & (id == id.floor()))
-            lists = lists.list.eval(pl.when(whole).then(id).otherwise(_NO_ID))
-        lists = lists.cast(pl.List(kind))
-        rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id").unique(maintain_order=True)
-        known = pl.DataFrame({"id": self.ids.cast(kind)}).with_row_index("place")
-        found = rows.join(known, on="id", how="left", maintain_order="left")
-        lengths = np.bincount(found["row"].to_numpy(), minlength=len(lists))
-        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-        return Ragged(torch.from_numpy(found["place"].cast(pl.Int64).fill_null(-1).to_numpy(writable=True)), offsets)
+        return places_of(ids, self.ids)
 
     def to_faiss(self, factory: str = "Flat") -> Any:
         """Return a FAISS index of the vectors, by inner product; its numbers are positions in `ids`.

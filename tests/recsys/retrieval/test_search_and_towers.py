@@ -139,7 +139,7 @@ def test_ids_that_the_index_lacks_are_counted() -> None:
     assert narrow.places(pl.Series([[20, 999], [2**63 + 5]], dtype=pl.List(pl.UInt64))).values.tolist() == [1, -1, -1]
     # As pandas has integers where one is missing; what is no whole number is unknown.
     floats = index.places([[20.0, math.nan, 10.0], [10.5, math.inf], [None]])
-    assert floats.values.tolist() == [1, 0, -1] and floats.lengths.tolist() == [2, 1, 0]
+    assert floats.values.tolist() == [1, 0, -1, -1] and floats.lengths.tolist() == [2, 2, 0]
     places = top_k(torch.eye(2), index.vectors, 1, exclude=index.places([[999], [20]]))[1]
     assert places.tolist() == [[0], [0]]
     measured = ranking_metrics(torch.tensor([[0], [1]]), index.places([[10], [999]]))

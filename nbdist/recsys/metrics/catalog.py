@@ -1,0 +1,60 @@
+"""Numbers of ranked lists of items that do not depend on what is right: how many items they show, and how rare ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ranks
+
+
+def catalog_metrics(ranked: Tensor, counts: Tensor, k: int | None = None) -> dict[str, float]:
+    """Compute coverage and novelty of ranked items for some users, over all ranks.
+
+    With a process group, all ranks must call it, each with its own users, and get the same numbers.
+
+    Args:
+        ranked: Places of items, integers, the best first; shape (users, at least k); -1 where there is none.
+        counts: How often each item was taken, at least 0; shape (items,), the same on all ranks.
+        k: The number of ranked items that count. None: all.
+
+    Returns:
+        "coverage@k": the share of the items that are in a list at all. "novelty@k": the mean over listed items of
+        -log2 of the item's share of `counts`, in bits; an item that was never taken counts as taken once.
+
+    Raises:
+        ValueError: Items are not integers below the number of items, counts are below 0 or all 0, k is more than there
+            are, or no list has an item.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.metrics import catalog_metrics
+        >>> catalog_metrics(torch.tensor([[0, 1], [0, -1]]), torch.tensor([2, 1, 1, 0]))
+        {'coverage@2': 0.5, 'novelty@2': 1.3333333333333333}
+    """
+    if ranked.ndim != 2 or ranked.is_floating_point() or ranked.dtype == torch.bool:
+        raise ValueError(
+            f"ranked items must be integers of shape (users, places), got {ranked.dtype} of shape {tuple(ranked.shape)}"
+        )
+    k = ranked.shape[1] if k is None else k
+    if not 1 <= k <= ranked.shape[1]:
+        raise ValueError(f"`k` must be 1 to {ranked.shape[1]}, the number of ranked items, got {k}")
+    counts = counts.detach().flatten().double().to(ranked.device)
+    if not counts.isfinite().all() or (counts < 0).any() or not counts.any():
+        raise ValueError("counts must be finite numbers of at least 0, and not all 0")
+    listed = ranked[:, :k].flatten().long()
+    listed = listed[listed != -1]
+    if len(listed) and not 0 <= int(listed.min()) <= int(listed.max()) < len(counts):
+        raise ValueError(
+            f"ranked items must be -1 to {len(counts) - 1}, got {int(listed.min())} to {int(listed.max())}"
+        )
+    bits = -(counts.clamp(min=1) / counts.sum()).log2()
+    everyone = ranks.all_gather((listed.unique().cpu(), len(listed), float(bits[listed].sum())))
+    total = sum(number for _, number, _ in everyone)
+    if not total:
+        raise ValueError("no list has an item: there is nothing to measure")
+    shown = torch.cat([items for items, _, _ in everyone]).unique()
+    return {
+        f"coverage@{k}": len(shown) / len(counts),
+        f"novelty@{k}": sum(some for _, _, some in everyone) / total,
+    }

@@ -1,0 +1,268 @@
+"""A recommender of a user's own log: answers in frames of the log's kind, for known and for new users."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from typing_extensions import Self
+
+from ...checks import check_count, check_flag
+from .. import ranks
+from ..io.folders import atomic_folder
+from ..io.frames import Tabular, series_of
+from ..loader.columns import Ragged
+from ..retrieval.codes import codes_of
+from . import log_columns, saving
+from .base import Recommender
+from .comparison import Comparison
+from .hidden import Hidden, unseen
+from .interactions import Interactions, part_of, ragged_of, together
+from .log_columns import LogColumns
+from .popularity import Popularity
+
+FILES = (*log_columns.FILES, *saving.FILES)
+
+
+class FittedRecommender:
+    """A model, and the log that it has learned from, as `fit_recommender` returns them.
+
+    Its answers are frames of the kind of the log (polars, pandas, or Arrow tables), a row for each user and item. It
+    does not change: `refit` returns another one.
+
+    Examples:
+        >>> from nbdist.recsys import fit_recommender
+        >>> from nbdist.recsys.recommenders import ItemKNN
+        >>> log = {"user": ["ann", "ann", "bob", "bob", "cleo"], "item": ["a", "b", "a", "b", "a"]}
+        >>> recommender = fit_recommender(log, models=ItemKNN())
+        >>> recommender.recommend(["cleo", "dave"], 1).select("user", "item", "by").rows()
+        [('cleo', 'b', 'ItemKNN'), ('dave', 'a', 'Popularity')]
+        >>> recommender.explain("cleo", "b")["item"].to_list()
+        ['a']
+    """
+
+    model: Recommender
+    """The model that has learned from the log."""
+    comparison: Comparison | None
+    """The comparison that chose the model. None: the model was given, or loaded."""
+
+    def __init__(
+        self, model: Recommender, rows: pl.DataFrame, columns: LogColumns, comparison: Comparison | None = None
+    ) -> None:
+        self.model, self.comparison = model, comparison
+        self._rows, self._columns = rows, columns
+        self._users = rows[columns.user].unique().sort()
+        self._seen = self._lists(rows, self._users)
+        self._popular = Popularity.of_taken(model)
+
+    def recommend(
+        self, users: Any = None, k: int = 10, *, history: Tabular | None = None, exclude_seen: bool = True
+    ) -> Any:
+        """Find the items with the highest scores for users.
+
+        A user whose items the model does not know gets what most users have taken: the column `by` says so.
+
+        Args:
+            users: Ids, of the log or new: a list, or a column. None: the users of `history`.
+            k: The number of items for each user.
+            history: Rows that the log does not have, with the columns of users and items: they count, too.
+            exclude_seen: Leave out the items of all rows of the user, in the log and in `history`, liked or not.
+
+        Returns:
+            A row for each user and item, best first: both ids by their names in the log, `rank` from 1, `score`, and
+            `by`, the model. Fewer than k rows for a user where fewer items are left.
+
+        Raises:
+            TypeError: Ids are of another type than the log's.
+            ValueError: There are neither users nor a history, `k` is less than 1, or a column of `history` is missing.
+        """
+        check_count(k, least=1, name="`k`")
+        check_flag(exclude_seen, name="`exclude_seen`")
+        user, item = self._columns.user, self._columns.item
+        rows = None if history is None else self._columns.read_history(history)
+        if users is None:
+            if rows is None:
+                raise ValueError("`users` or `history` must be given, got neither: `known_users` has those of the log")
+            users = rows[user].unique(maintain_order=True)
+        asked = series_of(users, user).alias(user)
+        found = self._found(asked, k, rows, exclude_seen)
+        flat = found.insert_column(0, asked).with_row_index("row").explode("items", "scores").drop_nulls("items")
+        flat = flat.with_columns(rank=pl.int_range(1, pl.len() + 1).over("row"))
+        return self._columns.like(flat.select(user, pl.col("items").alias(item), "rank", score="scores", by="by"))
+
+    @property
+    def known_users(self) -> pl.Series:
+        """Ids of the users of the log, a series of polars."""
+        return self._users
+
+    @property
+    def known_items(self) -> pl.Series:
+        """Ids of the items that can be recommended, a series of polars."""
+        return self.model.items
+
+    def similar(self, items: Any, k: int = 10) -> Any:
+        """Find the items that go best with an item; `Recommender.similar` says what that is.
+
+        Args:
+            items: Ids of items of the log: a list, or a column.
+            k: The number of items for each.
+
+        Returns:
+            A row for each pair, best first: the item by its name in the log, `similar`, `rank` from 1, and `score`.
+
+        Raises:
+            KeyError: An item is not in the log.
+            ValueError: The model is `Popularity`, or `k` is less than 1.
+        """
+        found = self.model.similar(items, k).with_row_index("row").explode("items", "scores").drop_nulls("items")
+        rank = pl.int_range(1, pl.len() + 1).over("row").alias("rank")
+        columns = pl.col("item").alias(self._columns.item), pl.col("items").alias("similar"), rank
+        return self._columns.like(found.select(*columns, score="scores"))
+
+    def explain(self, user: Any, item: Any, *, history: Tabular | None = None) -> Any:
+        """Divide the score of an item among the items that a user has taken.
+
+        Args:
+            user: The id of a user.
+            item: The id of an item of the log.
+            history: As for `recommend`.
+
+        Returns:
+            A row for each item that the user has taken, largest first: the item, and `contribution`. They add up to
+            the score. What does not come from the history, as with `Popularity`, and for users without one, is in a
+            row without an item.
+
+        Raises:
+            KeyError: The item is not in the log.
+        """
+        rows = None if history is None else self._columns.read_history(history)
+        (codes,) = [self._taken(pl.Series(self._columns.user, [user]), rows)]
+        model = self.model if len(codes.values) else self._popular
+        found = model.explain(self.model.items.gather(codes.values.numpy()), item)
+        return self._columns.like(found.rename({"item": self._columns.item}))
+
+    def evaluate(self, log: Tabular, k: int = 10) -> Any:
+        """Measure how well the recommender finds what was taken after the log ended.
+
+        All items of the log are ranked, without those that the user has seen. Rows that repeat a pair of the log are
+        left out, and so are those that are not liked.
+
+        Args:
+            log: Later rows, with the columns of the log.
+            k: The number of items for each user.
+
+        Returns:
+            A row each for all users, for the users of the log, and for new ones: `users` says which, and `count` how
+            many; means over users of recall, NDCG, MRR and hit rate at k, null without users; `unknown_items`, the
+            number of rows of items that the log does not have, which count as missed.
+
+        Raises:
+            ValueError: A column is missing, or nothing is to be found.
+        """
+        check_count(k, least=1, name="`k`")
+        user, item = self._columns.user, self._columns.item
+        later = unseen(self._columns.liked(self._columns.read(log)), self._rows, user, item).unique([user, item])
+        if not len(later):
+            raise ValueError("`log` must have rows of a user and an item that the user has not seen, got none")
+        hidden = Hidden.of(self.model.items, later, user, item, k)
+        lists = self._found(hidden.users, k, None, True)["items"]
+        return self._columns.like(hidden.table(lists, self._users, self.model.items))
+
+    def refit(self, more: Tabular) -> FittedRecommender:
+        """Learn from the log and rows that came after it, with the same settings.
+
+        Args:
+            more: Rows with the columns of the log.
+
+        Returns:
+            Another recommender.
+
+        Raises:
+            TypeError: A column is of another type than in the log.
+            ValueError: A column is missing, or an id is null.
+        """
+        rows = self._together(self._columns.read(more))
+        liked = Interactions.of(self._columns.liked(rows), self._columns.user, self._columns.item, self._columns.time)
+        return FittedRecommender(self.model.unfitted().fit_to(liked), rows, self._columns, self.comparison)
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Save model and log in a folder, as JSON, Parquet and NumPy's arrays. It appears when it is complete.
+
+        In ranks all must call it, and rank 0 writes.
+
+        Raises:
+            FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+        """
+        with atomic_folder(folder, FILES, overwrite) as scratch:
+            if ranks.rank() == 0:
+                self.model.write(scratch / "whole")
+                self._columns.write(scratch / "whole", self._rows)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Self:
+        """Load the recommender that was saved in a folder. Nothing in it is run: there is no pickle.
+
+        Raises:
+            FileNotFoundError, ValueError: It is not there, or is something else.
+        """
+        path = Path(folder).expanduser()
+        columns, rows = LogColumns.load(path)
+        return cls(Recommender.load(path), rows, columns)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.model.parameters.items())
+        text = (
+            f"{type(self.model).__name__}({given}) of {len(self._rows):,} rows, {len(self._users):,} users, "
+            f"{len(self.model.items):,} items"
+        )
+        return text if self.comparison is None else f"{text}\n{self.comparison!r}"
+
+    def _repr_markdown_(self) -> str:
+        text = repr(self).partition("\n")[0]
+        return text if self.comparison is None else f"{text}\n\n{self.comparison.to_markdown()}"
+
+    def _found(self, asked: pl.Series, k: int, rows: pl.DataFrame | None, exclude_seen: bool) -> pl.DataFrame:
+        """Return for each user `items`, `scores`, and `by`."""
+        taken = self._taken(asked, rows)
+        seen = None
+        if exclude_seen:
+            seen = part_of(self._seen, torch.from_numpy(codes_of(asked, self._users)))
+            if rows is not None:
+                seen = together(seen, self._lists(rows, asked))
+        tables = []
+        known = taken.lengths > 0
+        for model, some in ((self.model, known), (self._popular, ~known)):
+            places = some.nonzero().flatten()
+            if len(places):
+                excluded = None if seen is None else part_of(seen, places)
+                best = model.best(part_of(taken, places), k, excluded)
+                tables.append(best.with_columns(by=pl.lit(type(model).__name__), at=pl.Series(places.numpy())))
+        if not tables:
+            return self.model.best(taken, k, None).with_columns(by=pl.lit(""))
+        return pl.concat(tables).sort("at").drop("at")
+
+    def _taken(self, asked: pl.Series, rows: pl.DataFrame | None) -> Ragged:
+        """Return the codes of the items that users have taken and liked."""
+        codes = codes_of(asked, self.model.users)
+        taken = part_of(self.model.taken, torch.from_numpy(codes))
+        return taken if rows is None else together(taken, self._lists(self._columns.liked(rows), asked))
+
+    def _lists(self, rows: pl.DataFrame, users: pl.Series) -> Ragged:
+        """Return the codes of the items of rows, by place in `users`."""
+        pairs = rows.select(user=self._columns.user, item=self._columns.item)
+        items = codes_of(pairs["item"], self.model.items)
+        distinct = users.unique(maintain_order=True)  # who is asked for twice has one list
+        places = codes_of(pairs["user"], distinct)
+        known = (items >= 0) & (places >= 0)
+        lists = ragged_of(places[known], items[known], len(distinct))
+        return part_of(lists, torch.from_numpy(codes_of(users, distinct)))
+
+    def _together(self, more: pl.DataFrame) -> pl.DataFrame:
+        for name, dtype in self._rows.schema.items():
+            other = more.schema[name]
+            if dtype != other and not (dtype.is_numeric() and other.is_numeric()):
+                raise TypeError(f"column {name!r} must be {dtype}, as in the log, got {other}")
+        return pl.concat([self._rows, more], how="vertical_relaxed")

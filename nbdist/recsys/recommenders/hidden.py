@@ -1,0 +1,160 @@
+"""Rows of a log that are hidden, and how well a model finds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import polars as pl
+import torch
+from torch import Tensor
+
+from ..loader.columns import Ragged
+from ..metrics.ranked_items import per_user
+from ..retrieval.codes import codes_of
+from .base import Recommender
+from .interactions import Interactions, check_no_nulls, ragged_of, rows_of_values
+from .intervals import METRICS
+from .protocols import SplitProtocol
+
+
+class Fits(Protocol):
+    """The two methods that `benchmark` needs of a recommender."""
+
+    def fit(self, log: pl.DataFrame, *, user: str, item: str, time: str | None) -> Any:
+        """Learn from a log."""
+        ...
+
+    def recommend(self, users: pl.Series, k: int) -> pl.DataFrame:
+        """Return a row for each user, in order, with the column `items`: ids, the best first, none taken before."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Items that users have taken after a log ended, prepared once for all models."""
+
+    users: pl.Series
+    """The users to be asked for, in the order of their ids."""
+    ids: pl.Series
+    """The ids of all items that were taken before or are to be found."""
+    wanted: Ragged
+    """The items that each user has taken, by place in `ids`."""
+    k: int
+
+    @classmethod
+    def of(cls, items: pl.Series, hidden: pl.DataFrame, user: str, item: str, k: int) -> Hidden:
+        """Prepare rows of users and items; `items` are those that were taken before."""
+        users = hidden[user].unique().sort()
+        ids = pl.concat([items, hidden[item]]).unique().sort()
+        wanted = ragged_of(codes_of(hidden[user], users), codes_of(hidden[item], ids), len(users))
+        return cls(users, ids, wanted, k)
+
+    def metrics(self, lists: pl.Series) -> dict[str, Tensor]:
+        """Return the metrics of each user, whose lists of ids these are, the best first."""
+        if len(lists) != len(self.users):
+            raise ValueError(f"recommend must return a row for each of {len(self.users)} users, got {len(lists)}")
+        flat = pl.DataFrame({"id": lists}).with_row_index("row").explode("id").drop_nulls("id")
+        flat = flat.with_columns(place=pl.int_range(pl.len()).over("row")).filter(pl.col("place") < self.k)
+        row, place = (torch.from_numpy(flat[one].cast(pl.Int64).to_numpy(writable=True)) for one in ("row", "place"))
+        ranked = torch.full((len(lists), self.k), -1)
+        ranked[row, place] = torch.from_numpy(codes_of(flat["id"].cast(self.ids.dtype), self.ids))
+        return per_user(ranked, self.wanted)[0]
+
+    def table(self, lists: pl.Series, users: pl.Series, items: pl.Series) -> pl.DataFrame:
+        """Return the means of the metrics of lists of ids, for all users, for those among `users`, and for the others;
+        and how many of the items to be found are not among `items`."""
+        values = self.metrics(lists)
+        unknown = torch.from_numpy(codes_of(self.ids, items) < 0)[self.wanted.values]
+        counts = rows_of_values(self.wanted)[unknown].bincount(minlength=len(self.users))
+        each = pl.DataFrame({f"{name}@{self.k}": values[name].numpy() for name in METRICS})
+        known = pl.Series(codes_of(self.users, users) >= 0)
+        parts = {"all": known | ~known, "known": known, "new": ~known}
+        tables = [
+            each.with_columns(unknown_items=pl.Series(counts.numpy()))
+            .filter(some)
+            .select(
+                pl.lit(name).alias("users"),
+                pl.len().alias("count"),
+                pl.exclude("unknown_items").mean(),
+                pl.col("unknown_items").sum(),
+            )
+            for name, some in parts.items()
+        ]
+        return pl.concat(tables)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A log that has been divided, and how models are measured on it."""
+
+    train: Interactions
+    """The training rows, numbered once for all settings of the recommenders of this package."""
+    train_rows: pl.DataFrame
+    known_rows: pl.DataFrame
+    """Training and validation rows."""
+    chooses: Hidden
+    found: Hidden
+    names: tuple[str, str, str]
+    about: dict[str, Any]
+
+    @classmethod
+    def of(cls, log: pl.DataFrame, user: str, item: str, time: str, protocol: SplitProtocol, k: int) -> Task:
+        """Divide a log."""
+        for name in (user, item):
+            check_no_nulls(log[name])
+        train, valid, test = protocol.split(log, user, time)
+        known = pl.concat([train, valid])
+        new = [unseen(part, before, user, item) for part, before in ((valid, train), (test, known))]
+        chooses, found = (
+            part.join(before, on=user, how="semi", maintain_order="left")
+            for part, before in zip(new, (train, known), strict=True)
+        )
+        for what, part in (("learn from", train), ("choose among settings by", chooses), ("be found", found)):
+            if not len(part):
+                raise ValueError(
+                    f"`log` must have rows to {what}, got none in {len(log):,} rows under {protocol!r}: users who are "
+                    f"known, and take what they did not take before"
+                )
+        about = {
+            "protocol": repr(protocol),
+            "train": len(train),
+            "valid": len(chooses),
+            "test": len(found),
+            "users": found[user].n_unique(),
+            "items": known[item].n_unique(),
+            "repeated": len(test) - len(new[1]),
+            "cold_users": new[1].join(known, on=user, how="anti")[user].n_unique(),
+            "cold_items": len(found.join(known, on=item, how="anti")),
+        }
+        return cls(
+            Interactions.of(train, user, item, time),
+            train,
+            known,
+            Hidden.of(train[item], chooses, user, item, k),
+            Hidden.of(known[item], found, user, item, k),
+            (user, item, time),
+            about,
+        )
+
+    def validated(self, model: Fits) -> dict[str, Tensor]:
+        """Learn from the training rows, and return the metrics of each user on the validation rows."""
+        if isinstance(model, Recommender):
+            model.fit_to(self.train)  # the same for all settings
+        else:
+            self._fit(model, self.train_rows)
+        return self.chooses.metrics(model.recommend(self.chooses.users, self.chooses.k)["items"])
+
+    def tested(self, model: Fits) -> dict[str, Tensor]:
+        """Learn from training and validation rows, and return the metrics of each user on the test rows."""
+        self._fit(model, self.known_rows)
+        return self.found.metrics(model.recommend(self.found.users, self.found.k)["items"])
+
+    def _fit(self, model: Fits, rows: pl.DataFrame) -> None:
+        user, item, time = self.names
+        model.fit(rows, user=user, item=item, time=time)
+
+
+def unseen(rows: pl.DataFrame, before: pl.DataFrame, user: str, item: str) -> pl.DataFrame:
+    """Return the rows whose user has not taken the item before."""
+    return rows.join(before, on=[user, item], how="anti", maintain_order="left")

@@ -1,0 +1,111 @@
+"""The vectors that fit lists of items best: regularized least squares over what is in a list and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..loader.columns import Ragged
+
+_BLOCK = 1 << 19
+"""Numbers that are gathered at a time: as many as stay in a core's cache."""
+_SMALL = 1 << 17
+"""Numbers of a block for which the zeros in it do not matter, but the calls for it do."""
+_TINY = 1e-30
+
+
+class Block(NamedTuple):
+    """Lists of about the same length."""
+
+    rows: Tensor
+    """Numbers of the lists."""
+    padded: Tensor
+    """Places of vectors, shape (lists, longest); the number of vectors where a list is shorter."""
+    lengths: Tensor
+
+
+def blocks_of(lists: Ragged, rows: Tensor, vectors: int, dim: int) -> Iterator[Block]:
+    """Divide some lists of places of vectors into blocks."""
+    values = torch.cat([lists.values, lists.values.new_tensor([vectors])])  # no list is without a value
+    order = rows[lists.lengths[rows].argsort(descending=True, stable=True)]
+    lengths, starts = lists.lengths[order], lists.offsets[order]
+    first = 0
+    while first < len(order):
+        longest = max(1, int(lengths[first]))
+        stop = int(torch.searchsorted(-lengths, -0.8 * longest, right=True))  # a fifth are zeros, at most
+        stop = max(stop, first + _SMALL // (longest * dim), first + 1)
+        stop = min(stop, first + max(1, _BLOCK // (longest * dim)), len(order))
+        within = torch.arange(longest)
+        places = (starts[first:stop, None] + within).clamp_(max=len(values) - 1)
+        padded = values[places].masked_fill_(within >= lengths[first:stop, None], vectors)
+        yield Block(order[first:stop], padded, lengths[first:stop])
+        first = stop
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """For each list the minimum over x of the sum of (1 - x·v)² over its vectors v, of `unobserved_weight` ·
+    (x·v)² over all vectors, and of `regularization` · n · |x|², with n the weights of both sums together.
+    """
+
+    regularization: float
+    unobserved_weight: float
+
+    def solve(self, blocks: Iterable[Block], vectors: Tensor, found: Tensor, steps: int | None) -> None:
+        """Write the best vectors of lists into rows of `found`, shape (lists, dim).
+
+        With `steps`, they come closer to the best ones, from what is there, by as many steps of conjugate gradients.
+        """
+        everyone = self._everyone(vectors)
+        for block, gathered, ridge in self._gathered(blocks, vectors):
+            if steps is None:
+                found[block.rows] = _exactly(gathered, everyone, ridge, gathered.sum(1))
+            else:
+                found[block.rows] = _descended(gathered, everyone, ridge, found[block.rows], steps)
+
+    def applied(self, blocks: Iterable[Block], vectors: Tensor, target: Tensor, found: Tensor) -> None:
+        """Write for each list the inverse of its system times a vector, by which its own sum of vectors is multiplied
+        in the score of this vector."""
+        for block, gathered, ridge in self._gathered(blocks, vectors):
+            wanted = target.expand(len(gathered), -1)
+            found[block.rows] = _exactly(gathered, self._everyone(vectors), ridge, wanted)
+
+    def _everyone(self, vectors: Tensor) -> Tensor:
+        return self.unobserved_weight * (vectors.T @ vectors)
+
+    def _gathered(self, blocks: Iterable[Block], vectors: Tensor) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """Blocks, their vectors, shape (lists, longest, dim), 0 where a list is shorter; and the weight of |x|²."""
+        count, dim = vectors.shape
+        filled = torch.cat([vectors, vectors.new_zeros(1, dim)])
+        for block in blocks:
+            gathered = filled.index_select(0, block.padded.flatten()).view(*block.padded.shape, dim)
+            weights = block.lengths + self.unobserved_weight * count
+            yield block, gathered, (self.regularization * weights)[:, None]
+
+
+def _exactly(gathered: Tensor, everyone: Tensor, ridge: Tensor, wanted: Tensor) -> Tensor:
+    systems = torch.baddbmm(everyone.expand(len(gathered), -1, -1), gathered.mT, gathered)
+    systems.diagonal(dim1=1, dim2=2).add_(ridge)
+    return torch.cholesky_solve(wanted[..., None], torch.linalg.cholesky(systems))[..., 0]
+
+
+def _descended(gathered: Tensor, everyone: Tensor, ridge: Tensor, x: Tensor, steps: int) -> Tensor:
+    """Return x after some steps of conjugate gradients (Takács et al., RecSys 2011); no system is written down."""
+    across = gathered.mT
+    own = torch.bmm(torch.bmm(x[:, None], across).neg_().add_(1), gathered)[:, 0]
+    residual = own.addmm_(x, everyone, alpha=-1).addcmul_(ridge, x, value=-1)
+    direction, size = residual, residual.square().sum(1, keepdim=True)
+    for step in range(steps):
+        image = torch.bmm(torch.bmm(direction[:, None], across), gathered)[:, 0]
+        image.addmm_(direction, everyone).addcmul_(ridge, direction)
+        length = size / (direction * image).sum(1, keepdim=True).add_(_TINY)
+        x = torch.addcmul(x, length, direction)
+        if step + 1 < steps:
+            residual = torch.addcmul(residual, length, image, value=-1)
+            before, size = size, residual.square().sum(1, keepdim=True)
+            direction = torch.addcmul(residual, size / (before + _TINY), direction)
+    return x

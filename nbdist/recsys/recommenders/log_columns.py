@@ -1,0 +1,92 @@
+"""The columns of a log by their meaning, and the rows of it that are learned from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from ..io.frames import Tabular
+from .interactions import check_no_nulls, columns_of
+
+_JSON, _LOG = FILES = ("log.json", "log.parquet")
+_FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
+
+
+@dataclass(frozen=True)
+class LogColumns:
+    """The columns of a log by their meaning, and the rows that are learned from."""
+
+    user: str
+    item: str
+    time: str | None = None
+    rating: str | None = None
+    min_rating: float | None = None
+    """Rows with a lower rating, or none, are not learned from. None: all are."""
+    kind: str = "polars"
+    """The kind of the log, and of the answers: "polars", "pandas" or "pyarrow"."""
+
+    def columns(self) -> list[str]:
+        """The columns that are used."""
+        return [name for name in (self.user, self.item, self.time, self.rating) if name is not None]
+
+    def read(self, log: Tabular) -> pl.DataFrame:
+        """Read the columns that are used. Raises `ValueError` if one is missing, and for an id that is null."""
+        return self._checked(columns_of(log, *self.columns()))
+
+    def read_history(self, rows: Tabular) -> pl.DataFrame:
+        """Read the columns of users and items, and the column of ratings if there is one."""
+        frame = columns_of(rows, self.user, self.item, optional=() if self.rating is None else (self.rating,))
+        return self._checked(frame)
+
+    def with_least(self, rating: float) -> LogColumns:
+        """Return the same columns with the lowest rating of what is liked."""
+        return replace(self, min_rating=rating)
+
+    def write(self, folder: Path, rows: pl.DataFrame) -> None:
+        """Write the meaning of the columns and the rows of a log."""
+        rows.write_parquet(folder / _LOG)
+        description = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        (folder / _JSON).write_text(json.dumps(description, indent=1) + "\n", "utf8")
+
+    @classmethod
+    def load(cls, folder: Path) -> tuple[LogColumns, pl.DataFrame]:
+        """Return what `write` has written. Raises `FileNotFoundError`, or `ValueError` for something else."""
+        try:
+            described = json.loads((folder / _JSON).read_text("utf8"))
+            if described.pop("format") != _FORMAT or described.pop("version") > _VERSION:
+                raise ValueError("it is of another format, or of a later version")
+            columns = cls(**described)
+            rows = pl.read_parquet(folder / _LOG, glob=False, hive_partitioning=False).select(columns.columns())
+            return columns, rows
+        except FileNotFoundError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError) as error:
+            raise ValueError(f"{folder}: not a saved recommender: {error}") from error
+
+    def _checked(self, rows: pl.DataFrame) -> pl.DataFrame:
+        for name in (self.user, self.item):
+            check_no_nulls(rows[name])
+        return rows
+
+    def liked(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows that are learned from."""
+        if self.rating is None or self.rating not in rows.columns:
+            return rows
+        rating = pl.col(self.rating)
+        return rows.filter((rating.fill_nan(None) if rows[self.rating].dtype.is_float() else rating) >= self.min_rating)
+
+    def like(self, frame: pl.DataFrame) -> Any:
+        """Return a frame of the log's kind."""
+        if self.kind == "polars":
+            return frame
+        return frame.to_pandas() if self.kind == "pandas" else frame.to_arrow()
+
+
+def kind_of(log: Tabular) -> str:
+    """Return the kind of frame that answers to a log are given in."""
+    top = type(log).__module__.partition(".")[0]
+    return top if top in ("pandas", "pyarrow") else "polars"

@@ -1,0 +1,302 @@
+"""From a log in one call: recommended items, their reasons, new users, and a recommender that was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist.recsys import fit_recommender
+from nbdist.recsys.recommenders import EASE, IALS, ByTime, FittedRecommender, ItemKNN, Popularity, Recommender
+
+MODELS = [EASE(5.0), ItemKNN(3, 1.0), IALS(4, 0.01, 0.1), Popularity()]
+NAMES = [type(model).__name__ for model in MODELS]
+
+
+def rated(users: int = 30) -> pl.DataFrame:
+    """Users go round a circle of ten items and like it; everybody has tried and disliked item i10."""
+    rows = [(f"u{u}", f"i{(u + i) % 10}", 5 - i % 2, 10 * i + u % 3) for u in range(users) for i in range(5)]
+    rows += [(f"u{u}", "i10", 1, 100) for u in range(users)]
+    return pl.DataFrame(rows, schema=["who", "what", "stars", "day"], orient="row")
+
+
+def fitted(model: Any = None, log: Any = None, **options: Any) -> FittedRecommender:
+    names = {"user": "who", "item": "what", "rating": "stars", "min_rating": 3, "time": "day"}
+    models = EASE(5.0) if model is None else model
+    return fit_recommender(rated() if log is None else log, **{**names, "models": models, "progress": False, **options})
+
+
+def test_the_best_of_the_comparison_is_taken_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = fitted({"linear": EASE, "popular": Popularity}, progress=True, trials=2, k=2)
+    assert isinstance(found.model, EASE) and found.comparison is not None
+    assert found.comparison.table["model"].to_list() == ["linear", "popular"]
+    assert found.model.regularization == found.comparison.parameters["linear"]["regularization"]
+    said = capsys.readouterr().out
+    assert said.startswith("linear (regularization ") and "above popular (" in said
+    assert "learned from 150 rows of 180 (stars ≥ 3)" in said and said.count("\n") == 1
+    assert "| linear |" in found._repr_markdown_() and repr(found).startswith("EASE(regularization=")
+    assert (
+        fitted({"p": Popularity}, protocol=ByTime(0.2, 0.2)).comparison.about["protocol"]
+        == "ByTime(valid=0.2, test=0.2)"
+    )  # type: ignore[union-attr]
+
+
+def test_defaults_compare_four_models_in_the_order_of_the_log() -> None:
+    log = rated().filter(pl.col("stars") > 3).sort("day", maintain_order=True)
+    options = {"user": "who", "item": "what", "trials": 1, "k": 2, "progress": False}
+    untimed, timed = (fit_recommender(log, **options, time=time).comparison for time in (None, "day"))
+    assert untimed is not None and timed is not None
+    assert sorted(untimed.table["model"]) == ["EASE", "iALS", "neighbors", "popularity"]
+    assert untimed.table.drop("fit_seconds").equals(timed.table.drop("fit_seconds"))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_items_are_new_to_the_user_and_unknown_users_get_what_is_popular(model: Recommender) -> None:
+    found = fitted(model)
+    log = rated()
+    asked = found.recommend(["u1", "nobody", "u1"], 20)
+    assert asked.columns == ["who", "what", "rank", "score", "by"]
+    assert asked["who"].to_list() == ["u1"] * 5 + ["nobody"] * 10 + ["u1"] * 5
+    assert asked["rank"].to_list() == [*range(1, 6), *range(1, 11), *range(1, 6)]
+    assert not set(asked.filter(who="u1")["what"]) & set(log.filter(who="u1")["what"])
+    assert set(asked.filter(who="nobody")["by"]) == {"Popularity"}
+    assert set(asked.filter(who="u1")["by"]) == {type(model).__name__}
+    assert asked.filter(who="nobody")["score"].to_list() == [15.0] * 10
+    assert found.recommend(["u1"], 20, exclude_seen=False).height == 10, "what nobody likes is never recommended"
+    assert found.recommend([], 3).is_empty()
+
+
+def test_a_history_counts_for_new_and_known_users() -> None:
+    found = fitted()
+    history = pl.DataFrame({"who": ["new", "new", "u1", "cold"], "what": ["i1", "i2", "i9", "unheard of"]})
+    asked = found.recommend(history=history, k=1)
+    assert asked["who"].to_list() == ["new", "u1", "cold"] and asked["by"].to_list() == ["EASE", "EASE", "Popularity"]
+    expected = found.model.recommend_for([["i1", "i2"], ["i1", "i2", "i3", "i4", "i5", "i9"]], 1)
+    assert asked["what"].to_list()[:2] == expected["items"].explode().to_list()
+    disliked = history.with_columns(stars=pl.lit(1))
+    again = found.recommend(["new", "new"], 20, history=disliked)
+    assert set(again["by"]) == {"Popularity"}
+    assert again["what"].to_list() == 2 * [f"i{i}" for i in (0, *range(3, 10))]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_contributions_add_up_to_the_score(model: Recommender) -> None:
+    found = fitted(model)
+    scores = found.recommend(["u1", "nobody"], 10, exclude_seen=False)
+    for who, what, score in scores.select("who", "what", "score").iter_rows():
+        shares = found.explain(who, what)
+        np.testing.assert_allclose(shares["contribution"].sum(), score, atol=1e-5)
+        taken = {f"i{(1 + i) % 10}" for i in range(5)} if who == "u1" else set()
+        assert set(shares["what"].drop_nulls()) == taken
+        assert shares["what"].null_count() == (who == "nobody" or isinstance(model, Popularity))
+        assert shares["contribution"].is_sorted(descending=True)
+
+
+@pytest.mark.parametrize("model", MODELS[:3], ids=NAMES[:3])
+def test_similar_items_are_those_taken_together(model: Recommender) -> None:
+    rows = [(f"u{u}", f"{'ab'[u % 2]}{i}") for u in range(20) for i in range(6) if (u * i) % 5 != 1]
+    log = pl.DataFrame(rows, schema=["who", "what"], orient="row")
+    found = fitted(model, log, rating=None, min_rating=None, time=None).similar(["a0", "b3"], 3)
+    assert found.columns == ["what", "similar", "rank", "score"] and found["rank"].to_list() == [1, 2, 3] * 2
+    for one, other in found.select("what", "similar").iter_rows():
+        assert one != other and one[0] == other[0]
+
+
+def test_cosines_of_vectors() -> None:
+    found = fitted(IALS(4, 0.01, 0.1))
+    similar = found.similar(["i3"], 10)
+    vectors = found.model._vectors.double().numpy()  # type: ignore[attr-defined]
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    by_item = dict(zip(found.known_items, vectors @ vectors[3], strict=True))
+    np.testing.assert_allclose(similar["score"], [by_item[item] for item in similar["similar"]], atol=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=NAMES)
+def test_saved_and_loaded(model: Recommender, tmp_path: Path) -> None:
+    found = fitted(model)
+    found.save(tmp_path / "r")
+    loaded = FittedRecommender.load(tmp_path / "r")
+    users = ["u1", "u2", "nobody"]
+    assert loaded.recommend(users, 4).equals(found.recommend(users, 4))
+    assert loaded.explain("u1", "i8").equals(found.explain("u1", "i8"))
+    more = pl.DataFrame({"who": ["nobody"], "what": ["i3"], "stars": [5], "day": [200]})
+    assert loaded.refit(more).recommend(users, 4).equals(found.refit(more).recommend(users, 4))
+    alone = type(model).load(tmp_path / "r")
+    assert alone.parameters == model.parameters and alone.users.equals(found.model.users)
+    with pytest.raises(FileExistsError):
+        found.save(tmp_path / "r")
+    found.save(tmp_path / "r", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["log.json", "log.parquet", "recommender.json", "users.parquet", "items.parquet"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"no file of ours"])
+def test_folders_that_are_something_else(name: str, content: bytes, tmp_path: Path) -> None:
+    fitted().save(tmp_path / "r")
+    (tmp_path / "r" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"not a saved recommender"):
+        FittedRecommender.load(tmp_path / "r")
+    (tmp_path / "r" / name).unlink()
+    with pytest.raises(FileNotFoundError):
+        FittedRecommender.load(tmp_path / "r")
+
+
+def test_arrays_that_do_not_fit_or_would_run_code_are_refused(tmp_path: Path) -> None:
+    EASE(5.0).fit({"user": [1, 1, 2], "item": [1, 2, 1]}).save(tmp_path / "r")
+    wrong: list[dict[str, Any]] = [
+        {"_weights": np.zeros((3, 2), np.float32)},
+        {"_weights": np.full((2, 2), np.nan, np.float32)},
+        {"_weights": np.array([[print], [print]], object)},
+        {"other": np.zeros((2, 2), np.float32)},
+    ]
+    for arrays in wrong:
+        np.savez(tmp_path / "r" / "arrays.npz", **arrays)
+        with pytest.raises(ValueError, match=r"not a saved recommender|must hold _weights"):
+            Recommender.load(tmp_path / "r")
+    described = json.loads((tmp_path / "r" / "recommender.json").read_text())
+    for change in ({"version": 99}, {"kind": "Other"}, {"parameters": {"regularization": -1}}):
+        (tmp_path / "r" / "recommender.json").write_text(json.dumps({**described, **change}))
+        np.savez(tmp_path / "r" / "arrays.npz", _weights=np.zeros((2, 2), np.float32))
+        with pytest.raises(ValueError, match=r"not a saved recommender|must hold a model of|finite number above 0"):
+            Recommender.load(tmp_path / "r")
+
+
+@pytest.mark.parametrize("form", [pl.DataFrame, pl.LazyFrame, pd.DataFrame, pa.table, dict])
+def test_answers_are_frames_of_the_kind_of_the_log(form: Any, tmp_path: Path) -> None:
+    log = form(rated().to_dict(as_series=False))
+    found = fitted(log=log)
+    kind = pl.DataFrame if form in (pl.LazyFrame, dict) else pa.Table if form is pa.table else form
+    later = form({"who": ["u1", "new"], "what": ["i7", "i0"], "stars": [5, 5], "day": [200, 201]})
+    answers = [
+        found.recommend(["u1"], 2),
+        found.recommend(history=later, k=2),
+        found.similar(["i1"], 2),
+        found.explain("u1", "i7"),
+        found.evaluate(later, 5),
+    ]
+    assert [type(one) for one in answers] == [kind] * 5
+    found.save(tmp_path / "r")
+    assert type(FittedRecommender.load(tmp_path / "r").refit(later).recommend(["new"], 1)) is kind
+
+
+def test_a_log_in_parquet_files_and_categories(tmp_path: Path) -> None:
+    rated().with_columns(pl.col("who", "what").cast(pl.Categorical)).write_parquet(tmp_path / "log.parquet")
+    for path in (tmp_path / "log.parquet", str(tmp_path / "*.parquet")):
+        found = fitted(log=path)
+        assert found.recommend(["u1"], 3).equals(fitted().recommend(["u1"], 3))
+    with pytest.raises(FileNotFoundError):
+        fitted(log=tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("no Parquet, but longer than a footer")
+    with pytest.raises(ValueError, match="log must be in Parquet files, got"):
+        fitted(log=tmp_path / "text.parquet")
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 12)), min_size=1, max_size=20), st.integers(1, 12))
+@settings(max_examples=15, deadline=None)
+def test_an_evaluation_is_that_of_loops(later: list[tuple[int, int]], k: int) -> None:
+    rows = [(u, (u + i) % 9) for u in range(6) for i in range(4)]
+    log = pl.DataFrame(rows, schema=["user", "item"], orient="row")
+    found = fit_recommender(log, models=EASE(2.0), progress=False)
+    wanted: dict[int, set[int]] = {}
+    for user, item in later:
+        if (user, item) not in rows:
+            wanted.setdefault(user, set()).add(item)
+    rows_later = pl.DataFrame(later, schema=["user", "item"], orient="row")
+    if not wanted:
+        with pytest.raises(ValueError, match="rows of a user and an item that the user has not seen"):
+            found.evaluate(rows_later, k)
+        return
+    table = found.evaluate(rows_later, k)
+    lists = {user: found.recommend([user], k)["item"].to_list() for user in wanted}
+    for who, some in (
+        ("all", set(wanted)),
+        ("known", set(wanted) & set(range(6))),
+        ("new", set(wanted) - set(range(6))),
+    ):
+        recalls = [len(wanted[user] & set(lists[user])) / len(wanted[user]) for user in some]
+        row = table.row(by_predicate=pl.col("users") == who, named=True)
+        assert row["count"] == len(some)
+        assert row["unknown_items"] == sum(len(wanted[user] - set(range(9))) for user in some)
+        assert row[f"recall@{k}"] == (pytest.approx(np.mean(recalls)) if recalls else None)
+
+
+def test_the_next_day_new_users_and_items_are_known() -> None:
+    found = fitted()
+    today = pl.DataFrame(
+        {
+            "who": ["new", "new", "u1", "u2"],
+            "what": ["i1", "fresh", "fresh", "fresh"],
+            "stars": [5] * 4,
+            "day": [200] * 4,
+        }
+    )
+    grown = found.refit(today)
+    assert "fresh" in grown.known_items and "new" in grown.known_users and "new" not in found.known_users
+    assert grown.recommend(["new"], 1)["by"].to_list() == ["EASE"]
+    assert grown.model.parameters == found.model.parameters
+    whole = fitted(log=pl.concat([rated(), today]))
+    assert grown.recommend(["u1", "new"], 5).equals(whole.recommend(["u1", "new"], 5))
+
+
+def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
+    rows = [(u, (u * u + i * i) % 23) for u in range(40) for i in range(u % 9 + 1)]
+    log = pl.DataFrame(rows, schema=["user", "item"], orient="row")
+    exact = IALS(6, 0.02, 0.2, solver_steps=None).fit(log)
+    near = IALS(6, 0.02, 0.2, solver_steps=12).fit(log)
+    torch.testing.assert_close(near._vectors, exact._vectors, atol=1e-3, rtol=1e-2)
+    assert not torch.allclose(IALS(6, 0.02, 0.2, solver_steps=1).fit(log)._vectors, exact._vectors, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "message"),
+    [
+        (lambda: fitted(user="name"), ValueError, "log must have a column 'name', got 'who'"),
+        (lambda: fitted(user=3), TypeError, "`user` must be the name of a column, got 3"),
+        (lambda: fitted(time="what"), ValueError, "must be different columns, got"),
+        (
+            lambda: fitted(rating="what", time=None, item="stars"),
+            TypeError,
+            "column 'what' must be of numbers, got String",
+        ),
+        (lambda: fitted(rating=None), ValueError, "`rating` must name the column of ratings where `min_rating`"),
+        (lambda: fitted(min_rating="4"), TypeError, "`min_rating` must be a number, got '4'"),
+        (lambda: fitted(min_rating=9), ValueError, "log must have rows, got none"),
+        (lambda: fitted(log=rated().clear()), ValueError, "log must have rows, got none"),
+        (lambda: fitted(log=[1]), TypeError, "log must be a frame of polars or pandas"),
+        (lambda: fitted(log=rated().with_columns(who=None)), ValueError, "column 'who' must have no nulls, got 180"),
+        (lambda: fitted({"x": 3}), TypeError, "model 'x' must be a Recommender, such as EASE"),
+        (lambda: fitted([EASE]), TypeError, "models must be a mapping from names to recommenders"),
+        (lambda: fitted({"e": EASE}, trials=0), ValueError, "`trials` must be at least 1, got 0"),
+        (lambda: fitted({"e": EASE}, metric="auc"), ValueError, "`metric` must be one of"),
+        (lambda: fitted().recommend(["u1"], 0), ValueError, "`k` must be at least 1, got 0"),
+        (lambda: fitted().recommend(), ValueError, "`users` or `history` must be given, got neither"),
+        (lambda: fitted().recommend([1]), TypeError, "ids must be String, as the known ones, got Int64"),
+        (lambda: fitted().recommend(history={"who": ["u1"]}), ValueError, "log must have a column 'what', got 'who'"),
+        (
+            lambda: fitted().recommend(history={"who": [None], "what": ["i1"]}),
+            ValueError,
+            "column 'who' must have no nulls",
+        ),
+        (lambda: fitted().similar(["i1", "i10"]), KeyError, "1 of 2 items are not in the log .* the first is 'i10'"),
+        (lambda: fitted().similar(["i1"], 0), ValueError, "`k` must be at least 1, got 0"),
+        (lambda: fitted(Popularity()).similar(["i1"]), ValueError, "Popularity has no similar items"),
+        (lambda: fitted().explain("u1", "i99"), KeyError, "1 of 1 items are not in the log"),
+        (lambda: fitted().evaluate(rated()), ValueError, "rows of a user and an item that the user has not seen"),
+        (
+            lambda: fitted().refit(rated().with_columns(who=1)),
+            TypeError,
+            "column 'who' must be String, as in the log, got Int",
+        ),
+    ],
+)
+def test_mistakes_are_named(action: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        action()
