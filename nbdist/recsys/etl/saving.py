@@ -7,6 +7,7 @@
     rows              the number of rows that the workflow was fitted to
     codes             {"null": 0, "unseen": 1}: the code of null, and the first code of values that are not known
     inputs, outputs   {column: type}: the columns of the data of `fit`, and those after all steps; in order
+    tags              {column: [words]}, if there are any
     steps             in the order in which they are applied, each with its "kind" and its arguments, by their names;
                       further content is described at `describe` of its class in `ops/`
 
@@ -99,6 +100,11 @@ def _check(description: Any) -> None:
         types = description[name]
         if not isinstance(types, dict) or not all(isinstance(one, str) for one in types.values()):
             raise TypeError(f"`{name}` must be names of types by column, got {types!r}")
+    tags = description.get("tags", {})
+    if not isinstance(tags, dict) or not all(
+        isinstance(words, list) and all(isinstance(word, str) for word in words) for words in tags.values()
+    ):
+        raise TypeError(f"`tags` must be lists of texts by column, got {tags!r}")
     if not isinstance(description["steps"], list):
         raise TypeError(f"`steps` must be a list, got {description['steps']!r}")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ from .. import ranks
 from ..io.folders import atomic_folder
 from ..io.frames import Tabular, require_frame
 from . import output, saving
+from .drawing import Graph, graph
 from .fitting import casts, declared
 from .inputs import Input, Reading, Source, opened, row_bytes, rows_in
 from .learning import learn, numbered, with_rows
@@ -53,6 +54,8 @@ class Workflow:
             `HashedCross`; those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`,
             `ListSlice`; those that learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and
             those about rows, `Filter`, `DifferenceLag`.
+        tags: Column of the outputs → words about it, such as "user" or "target", for `schema`; they are saved. None: no
+            words.
 
     Attributes of a fitted workflow:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
@@ -64,7 +67,7 @@ class Workflow:
 
     Raises:
         TypeError: Something else is among the steps.
-        ValueError: A column is categorified, or normalized, twice.
+        ValueError: A column is categorified, or normalized, twice; or tags are no lists of texts.
 
     Examples:
         >>> import polars as pl
@@ -93,7 +96,7 @@ class Workflow:
     outputs: dict[str, str]
     state: State
 
-    def __init__(self, *steps: Step) -> None:
+    def __init__(self, *steps: Step, tags: Mapping[str, Sequence[str]] | None = None) -> None:
         for step in steps:
             if not isinstance(step, Step):
                 raise TypeError(
@@ -103,7 +106,10 @@ class Workflow:
         if twice := {one for one in learned if learned.count(one) > 1}:
             kind, name = min(twice)
             raise ValueError(f"{name!r} is learned by two {kind} steps: leave one of them out")
-        self.steps = steps
+        for column, words in (tags or {}).items():
+            if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+                raise ValueError(f"`tags` must have a list of texts for each column, got {words!r} for {column!r}")
+        self.steps, self.tags = steps, {column: list(words) for column, words in (tags or {}).items()}
         self.fitted = False
 
     def fit(
@@ -305,10 +311,29 @@ class Workflow:
         sizes = {name: vocabulary.size for name, vocabulary in self.vocabularies.items()}
         return {name: (size, min(600, round(1.6 * size**0.56))) for name, size in sizes.items()}
 
+    @property
+    def schema(self) -> pl.DataFrame:
+        """A row for each column of the outputs: `column`, `dtype`, `codes` (how many there are) and `tags`."""
+        self._wanted(None)
+        codes: dict[str, int | None] = {}
+        for step in self.steps:
+            codes |= {name: step.num_codes(name, codes.get(name), self.state) for name in step.adds}
+        if foreign := self.tags.keys() - self.outputs.keys():
+            raise ValueError(f"`tags` has {min(foreign)!r}, which is not among the outputs, {', '.join(self.outputs)}")
+        rows = [(name, kind, codes.get(name), self.tags.get(name, [])) for name, kind in self.outputs.items()]
+        types: dict[str, Any] = {"column": pl.String, "dtype": pl.String, "codes": pl.Int64, "tags": pl.List(pl.String)}
+        return pl.DataFrame(rows, schema=types, orient="row")
+
+    @property
+    def graph(self) -> Graph:
+        """The steps and the columns between them, which a notebook draws; `graph.mermaid` is text."""
+        return graph(self.steps, list(self.outputs) if self.fitted else [])
+
     def describe(self) -> dict[str, Any]:
         """Describe the fitted steps as plain data, the content of ``workflow.json``."""
         self._wanted(None)
-        return saving.describe(self.steps, self.state, self.inputs, self.outputs, self.rows)
+        tags = {"tags": self.tags} if self.tags else {}
+        return saving.describe(self.steps, self.state, self.inputs, self.outputs, self.rows) | tags
 
     def needs(self, columns: Sequence[str]) -> dict[str, str]:
         """Return names and types of the columns of `inputs` on which some of the `outputs` depend."""
@@ -342,7 +367,7 @@ class Workflow:
             FileNotFoundError, ValueError: A file is missing, or was not written by `save`. The error names the file.
         """
         description, steps, state = saving.read(Path(folder).expanduser())
-        workflow = cls(*steps)
+        workflow = cls(*steps, tags=description.get("tags"))
         workflow.inputs, workflow.outputs = description["inputs"], description["outputs"]
         workflow.rows, workflow.state, workflow.fitted = description["rows"], state, True
         return workflow

@@ -138,12 +138,15 @@ class RawTables:
     @torch.no_grad()
     def _stand_in(self, group: dict[str, Any], i: int, weight: nn.Parameter, rows: Tensor, grads: Tensor) -> None:
         """Put a parameter with the rows that have gradients in the place of a table."""
-        small = nn.Parameter(weight.detach()[rows])
+        small = nn.Parameter(weight.detach().index_select(0, rows))
         small.grad = grads
         kept = self.row_state(weight)
         state = self.optimizer.state.get(weight, {})
         if state:
-            self.optimizer.state[small] = {**state, **{name: value[rows] for name, value in kept.items()}}
+            self.optimizer.state[small] = {
+                **state,
+                **{name: value.index_select(0, rows) for name, value in kept.items()},
+            }
         group["params"][i] = small
         self._standing_in.append((group, i, weight, rows))
 
@@ -159,14 +162,14 @@ class RawTables:
             after = self.optimizer.state.pop(small, {})
             if not stepped:
                 continue
-            weight[rows] = small.detach()
+            weight.index_copy_(0, rows, small.detach())
             state = self.optimizer.state[weight]
             for name, value in after.items():
                 if isinstance(value, Tensor) and value.ndim:
                     if name not in state:
                         initial = self.initial(weight, name)
                         state[name] = value.new_full((len(weight), *value.shape[1:]), initial)
-                    state[name][rows] = value
+                    state[name].index_copy_(0, rows, value)
                 else:
                     state[name] = value
         self._standing_in.clear()
@@ -192,7 +195,8 @@ class RawTables:
             return
         sizes = [one.map.size for table, _ in limited for one in (table.rows, table.waiting)]
         totals = torch.tensor(sizes, device=self.device)
-        dist.all_reduce(totals, group=self._group)
+        if self.size > 1:
+            dist.all_reduce(totals, group=self._group)
         for (table, limit), (rows, waiting) in zip(limited, totals.view(-1, 2).tolist(), strict=True):
             if rows > limit:
                 goes = self._first_to_go(table.rows, rows - limit + limit // 32, table.options.evict, table.batches)

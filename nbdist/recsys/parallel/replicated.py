@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,21 +249,15 @@ def replicate(
     alone = dist.get_world_size(process_group) == 1  # without another rank to exchange gradients with
     apart = {*sparse, *(raw.parameters if raw is not None else ())}
     if not alone and any(parameter.requires_grad and name not in apart for name, parameter in model.named_parameters()):
-        if apart:
-            of_root = {
-                f".{name}" for name in apart if "." not in name
-            }  # torch's names where the model itself is a table
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*apart, *of_root])
-        parallel = DistributedDataParallel(
+        parallel = _distributed(
             model,
-            device_ids=[device] if device.type == "cuda" else None,
+            apart,
             process_group=process_group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        vars(model).pop("_ddp_params_and_buffers_to_ignore", None)  # not for whoever wraps it next
     made = make(trained)
     check_eps(made)
     replicated = Replicated(parallel, made, model, tables, raw)
@@ -271,3 +265,14 @@ def replicate(
         if one is not None:
             one.attach(made)
     return replicated
+
+
+def _distributed(model: nn.Module, apart: Collection[str], **options: Any) -> DistributedDataParallel:
+    """Return a model, on this rank's device, whose gradients are exchanged, but for the parameters in `apart`."""
+    if apart:
+        of_root = {f".{name}" for name in apart if "." not in name}  # torch's names in a model that is a table
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*apart, *of_root])
+    device = collective_device()
+    parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+    vars(model).pop("_ddp_params_and_buffers_to_ignore", None)  # not for whoever wraps it next
+    return parallel

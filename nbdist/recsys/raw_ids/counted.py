@@ -31,7 +31,7 @@ class CountedIds:
     def note(self, rows: Tensor, batch: int) -> None:
         """Count an occurrence of the id of each of `rows`, which may come several times, in a batch."""
         self._counts.index_add_(0, rows, torch.ones_like(rows))
-        self._last[rows] = batch
+        self._last.index_fill_(0, rows, batch)
 
     def counts(self, rows: Tensor) -> Tensor:
         """Return how often the ids of rows occurred."""

@@ -69,8 +69,10 @@ class IdMap:
         """
         bucket = mixed(ids) & self._last
         found = self._rows_in(bucket, ids)
-        rest = ((found < 0) & self._passed[bucket]).nonzero()[:, 0]
+        rest = (found < 0).nonzero()[:, 0]
         bucket = bucket[rest]
+        passed = self._passed[bucket]
+        rest, bucket = rest[passed], bucket[passed]
         while len(rest):
             bucket = (bucket + 1) & self._last
             rows = found[rest] = self._rows_in(bucket, ids[rest])

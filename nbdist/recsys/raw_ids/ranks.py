@@ -89,10 +89,11 @@ class SpreadLookUps:
             grad = one.vectors.grad
             grad = torch.zeros_like(one.vectors) if grad is None else grad
             if one.route is not None:
-                grad = self._sent(grad[one.route.order], one.route.sent, one.route.received)
+                grad = self._sent(grad.index_select(0, one.route.order), one.route.sent, one.route.received)
             there = (one.rows >= 0).nonzero()[:, 0]
-            rows.append(one.rows[there])
-            grads.append(grad[there])
+            known = len(there) == len(one.rows)
+            rows.append(one.rows if known else one.rows[there])
+            grads.append(grad if known else grad[there])
         if not rows:
             return
         found, places = torch.cat(rows).unique(return_inverse=True)

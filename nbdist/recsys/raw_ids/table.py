@@ -96,8 +96,9 @@ class RawTable(nn.Module):
 
     def vectors(self, rows: Tensor) -> Tensor:
         """Return the vectors of rows, shape (rows, width), without a gradient; zeros for -1."""
-        found = self.weight.detach().index_select(0, rows.clamp(min=0))
-        return found.masked_fill_((rows < 0)[:, None], 0)
+        missing = (rows < 0).nonzero()[:, 0]
+        found = self.weight.detach().index_select(0, rows.clamp(min=0) if len(missing) else rows)
+        return found.index_fill_(0, missing, 0)
 
     def _admit(self, ids: Tensor, counts: Tensor) -> Tensor:
         """Return rows for new ids, -1 for those that are not admitted yet; `counts` is how often they are in a

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from .. import ranks
 from ..loader.base import Loader
-from .batch_loss import batch_loss
+from .batch_loss import batch_loss, not_finite
 
 Loss: TypeAlias = Callable[..., Tensor]
 """Predictions (float32) and targets → the mean over the rows; with weights that are numbers, these are a third
@@ -95,6 +96,28 @@ class Objective:
                 _check_third(task, loss)
             results.append((batch_loss(loss, predictions, targets, weights), total))
         return results
+
+    def part(
+        self, found: Mapping[str, Sequence[Any]], batch: Any, size: int, totals: Tensor, step: int | None
+    ) -> Tensor:
+        """Return what a batch adds to the loss of a step: each task's mean by weight over the rows of all ranks.
+
+        Args:
+            found: The result of `predict`, by task.
+            batch: The columns.
+            size: Its rows.
+            totals: For each task, the weights of all rows of the step.
+            step: The step, for the error about a loss on a CPU that is not finite. None: it is not looked at.
+        """
+        parts = []
+        for (task, (loss, mine)), total in zip(
+            zip(self.losses, self.of(found, batch), strict=True), totals, strict=True
+        ):
+            if step is not None and loss.device.type == "cpu" and not loss.isfinite():
+                raise not_finite(step, ranks.rank(), found[task][0], found[task][1], task)
+            own = total.new_tensor(float(size)) if mine is None else mine
+            parts.append(loss * (own / total.clamp(min=torch.finfo(total.dtype).tiny)).to(loss.dtype))
+        return torch.stack(parts).sum()
 
     def check(self, found: Mapping[str, Any]) -> None:
         """Raise `ValueError` unless `predict` has returned these tasks."""

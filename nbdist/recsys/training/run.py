@@ -168,17 +168,9 @@ class Run:
     def _part_of(self, batch: Any, size: int, weights: Tensor) -> Tensor:
         """Return what a batch of this rank adds to the loss of a step: each task's mean by weight over all ranks."""
         found = predicted(self.model.model, self.predict, batch, self.precision)
-        losses = self.objective.of(found, batch)
         self._empty = False
-        parts = []
-        for (task, (predictions, targets, *_)), (loss, mine), total in zip(
-            ((task, found[task]) for task in self.objective.losses), losses, weights, strict=True
-        ):
-            if not self.checks and self.precision != "fp16" and loss.device.type == "cpu" and not loss.isfinite():
-                raise not_finite(self.step + 1, dist.get_rank(), predictions, targets, task)
-            own = total.new_tensor(float(size)) if mine is None else mine
-            parts.append(loss * (own / total.clamp(min=torch.finfo(total.dtype).tiny)).to(loss.dtype))
-        return torch.stack(parts).sum()
+        checked = not self.checks and self.precision != "fp16"
+        return self.objective.part(found, batch, size, weights, self.step + 1 if checked else None)
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
         """Start sending the ids of a batch to the ranks that store their rows, if it has as many rows on all ranks."""
