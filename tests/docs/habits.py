@@ -69,8 +69,8 @@ ELSEWHERE = [
     (
         "capture/cells/settings.py",
         "registries of libraries",
-        "A class or function that a cell registers in a library: `copyreg.pickle`, `Number.register`, `singledispatch`, "
-        "constructors of YAML, file systems, nodes of pytrees",
+        "A class or function that a cell registers in a library: `copyreg.pickle`, `Number.register`, "
+        "`singledispatch`, constructors of YAML, file systems, nodes of pytrees",
         "It is registered in the rank, and taken out there when the notebook takes it out.",
         "",
     ),
