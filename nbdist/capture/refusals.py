@@ -16,7 +16,7 @@ LARGEST = 1 << 20
 
 
 class Refusals:
-    """What the notebook has set and cannot be sent: each is named once."""
+    """A filter of what the notebook has set: each part that cannot be sent is named once."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()

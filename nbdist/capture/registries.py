@@ -137,7 +137,7 @@ def _of_owner(owner: Any, main: dict[str, Any]) -> Iterator[Entry]:
     for name, found in list(contents(owner).items()):
         if type(found) in _CONTAINERS:
             for key, value in _items(found):
-                # Numbers are of handles, which count anew in each process.
+                # Numbers are of handles: each process counts its own.
                 if (_is_own(value, main) or _is_own(key, main)) and type(key) is not int:
                     yield Entry(owner, name, key, value)
         elif type(found) is types.FunctionType and is_a(owner, types.ModuleType):

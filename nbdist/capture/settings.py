@@ -158,9 +158,9 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
     return _seen["matplotlib"][1]
 
 
-def _polars(polars: Any) -> str:
-    config = polars.Config
-    return str(config.save()) if config.state(if_set=True) else ""
+def _polars(polars: Any) -> dict[str, Any]:
+    """Return the options that are not in the environment, by the methods of `Config` that set them."""
+    return {name: read() for name, read in getattr(polars.config, "_POLARS_CFG_DIRECT_VARS", {}).items()}
 
 
 #: Hundreds of options as they were when they were last compared with their defaults, and the result.

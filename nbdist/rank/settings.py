@@ -181,11 +181,10 @@ class Settings:
             before = self._before.setdefault(f"matplotlib {key}", matplotlib.rcParams[key])
             matplotlib.rcParams[key] = value.get(key, before)
 
-    def _polars(self, value: str) -> None:
+    def _polars(self, value: Mapping[str, Any]) -> None:
         config = importlib.import_module("polars").Config
-        config.restore_defaults()
-        if value:
-            config.load(value)
+        for name, option in value.items():
+            getattr(config, name)(option)
 
     def _python_modes(self, value: Any) -> None:
         python_modes.write(value, self._last.get("Python") or python_modes.read(sys))

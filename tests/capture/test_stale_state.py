@@ -141,7 +141,8 @@ class Notebook(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "examples, steps", [(4, 35), pytest.param(40, 50, marks=pytest.mark.long("two thousand steps"))]
+    "examples, steps",
+    [(4, 35), pytest.param(40, 50, marks=[pytest.mark.long("two thousand steps"), pytest.mark.timeout(5400)])],
 )
 def test_ranks_answer_as_the_notebook_does(kernel: Kernel, examples: int, steps: int) -> None:
     (kernel.cwd / "own_state.py").write_text(MODULE.format(number=0, fill=""))

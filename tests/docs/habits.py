@@ -67,6 +67,28 @@ ELSEWHERE = [
         "pytorch/pytorch#67950, pytorch/pytorch#122903",
     ),
     (
+        "capture/cells/settings.py",
+        "registries of libraries",
+        "A class or function that a cell registers in a library: `copyreg.pickle`, `Number.register`, "
+        "`singledispatch`, constructors of YAML, file systems, nodes of pytrees",
+        "It is registered in the rank, and taken out there when the notebook takes it out.",
+        "",
+    ),
+    (
+        "capture/cells/settings.py",
+        "modes of Python",
+        "A hook or mode of Python: `os.umask`, `gc.disable()`, a handler of SIGUSR1, `sys.argv`, a name in `builtins`",
+        "It holds in ranks, and is taken back with the notebook's.",
+        "",
+    ),
+    (
+        "capture/cells/settings.py",
+        "context variables",
+        "A `contextvars.ContextVar` as a global",
+        "It arrives with its value; what a rank sets stays there.",
+        "",
+    ),
+    (
         "capture/cells/partial.py",
         "a part that cannot be sent",
         "Returning what holds an open file, a generator or another thing that cannot be sent",

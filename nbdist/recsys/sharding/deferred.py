@@ -118,7 +118,9 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         for counter in counters(self):
             counter += 1
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
-        rate, args, step = self.learning_rate_tensor.item(), self.optimizer_args, int(counters(self)[-1])
+        args, step = self.optimizer_args, int(counters(self)[-1])
+        # FBGEMM 1.0 keeps the rate among the arguments.
+        rate = float(self.learning_rate_tensor if hasattr(self, "learning_rate_tensor") else args.learning_rate)
         for table, rows, gradient in self.gradients():
             weight = weights[table]
             if self.optimizer == EmbOptimType.EXACT_SGD:

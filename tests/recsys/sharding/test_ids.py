@@ -14,7 +14,7 @@ from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.sharding import STRATEGIES, shard
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_grid_shard_is_there")]
 
 WARM = "import torchrec.distributed"
 ROWS = 50

@@ -39,7 +39,7 @@ from nbdist.recsys.versions import check_gpu, check_torchrec, matching, pair_for
 from nbdist.shm.process_group import shared_group
 from nbdist.system.huge_pages import gather
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_grid_shard_is_there")]
 
 WARM = "import torchrec.distributed"
 NUMBERS = (2, 4)
