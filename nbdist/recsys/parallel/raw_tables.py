@@ -187,7 +187,9 @@ class RawTables:
         """Evict rows that are too old, and those that are too many on all ranks together."""
         for table in self.tables.values():
             time = table.options.time_to_live
-            if time is not None and table.batches % max(1, time // 8) == 0:
+            every = max(1, (time or 0) // 8)
+            due, table.batches_before = table.batches // every > table.batches_before // every, table.batches
+            if time is not None and due:
                 self._remove(table, table.rows.expired(table.batches - time))
                 table.waiting.map.remove(table.waiting.expired(table.batches - time))
         limited = [(table, limit) for table in self.tables.values() if (limit := self.capacity_of(table)) is not None]

@@ -57,7 +57,9 @@ class RawTable(nn.Module):
         self.waiting = CountedIds(device)
         """Ids that did not occur often enough to have a row."""
         self.batches = 0
-        """The number of look-ups in training."""
+        """The number of look-ups in training,"""
+        self.batches_before = 0
+        """and what it was after the step before."""
         self.weight = nn.Parameter(torch.zeros(self.rows.map.allocated, width, device=device))
         self.default_row = nn.Parameter(torch.zeros(width, device=device)) if options.unknown == "learned" else None
         self.look_ups: LookUps | None = None
@@ -153,14 +155,14 @@ class RawTable(nn.Module):
 
     def clear(self) -> None:
         """Remove all rows."""
-        device, self.batches = self.weight.device, 0
+        device, self.batches, self.batches_before = self.weight.device, 0, 0
         self.rows, self.waiting = CountedIds(device), CountedIds(device)
         self.weight.data = self.weight.new_zeros(self.rows.map.allocated, self.weight.shape[1])
 
     def add_state(self, state: dict[str, Tensor]) -> Tensor:
         """Add the rows of a `rows_state`, and return their rows here."""
         ids, weight, counts, last, *waiting, batches = (state[name].to(self.weight.device) for name in _STATE)
-        self.batches = max(self.batches, int(batches))
+        self.batches = self.batches_before = max(self.batches, int(batches))
         self.waiting.add(*waiting)
         return self.put(Records(ids, counts, last), weight)
 

@@ -327,3 +327,17 @@ def test_torchrec_does_not_shard_them(sessions: Sessions) -> None:
 
     with pytest.raises(ValueError, match="table 'user' has raw ids"):
         sessions[1].run(refused)
+
+
+def test_old_ids_go_where_a_step_has_several_batches(sessions: Sessions) -> None:
+    def run() -> Any:
+        one = replicate(RawTable(3, RawIds(time_to_live=24)), OPTIMIZERS["adagrad"])
+        for number in range(10):
+            one.optimizer.zero_grad()
+            for _ in range(4):  # ids are looked for after each third
+                one.model(torch.tensor([number])).sum().backward()
+            one.optimizer.step()
+        whole: Any = one.gather()
+        return whole.ids().tolist()
+
+    assert sessions[1].run(run) == [*range(3, 10)]
