@@ -45,8 +45,8 @@ class Models:
 class AfterForward:
     """Calls `action(module, args, kwargs, output)` after forward passes, until the stack closes.
 
-    At first after the passes of all modules, later of some: with a hook of all modules, torch takes the long way through
-    each call of each of them.
+    At first after the passes of all modules, later of some: with a hook of all modules, torch takes the long way
+    through each call of each of them.
     """
 
     def __init__(self, stack: contextlib.ExitStack, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
