@@ -143,7 +143,7 @@ class StepLog:
         for one in self._chosen:
             for tensor in (one, one.grad):
                 if tensor is not None and _readable(tensor):
-                    found = zlib.crc32(tensor.detach().view(-1)[:_ELEMENTS].view(torch.uint8).numpy(), found)
+                    found = zlib.crc32(tensor.detach().view(-1)[:_ELEMENTS].view(torch.uint8).numpy().tobytes(), found)
         return found.to_bytes(_MARK, "little")
 
     def close(self) -> None:
