@@ -13,7 +13,7 @@ from clicks import build, loaders, noisy
 from nbdist import Session, replay_step, warm
 from nbdist.recsys.metrics import AUC
 from nbdist.recsys.training import Snapshots, fit, warmup_decay
-from nbdist.recsys.training.loop import log_loss
+from nbdist.recsys.training.objective import log_loss
 
 pytestmark = pytest.mark.slow
 
