@@ -319,7 +319,7 @@ class Workflow:
         if foreign := self.tags.keys() - self.outputs.keys():
             raise ValueError(f"`tags` has {min(foreign)!r}, which is not among the outputs, {', '.join(self.outputs)}")
         rows = [(name, kind, codes.get(name), self.tags.get(name, [])) for name, kind in self.outputs.items()]
-        types = {"column": pl.String, "dtype": pl.String, "codes": pl.Int64, "tags": pl.List(pl.String)}
+        types: dict[str, Any] = {"column": pl.String, "dtype": pl.String, "codes": pl.Int64, "tags": pl.List(pl.String)}
         return pl.DataFrame(rows, schema=types, orient="row")
 
     @property

@@ -51,8 +51,8 @@ def _describe(
         if isinstance(size, RawIds):
             if init is not None:
                 raise ValueError(f"`init` must be None where a column has raw ids, as {name!r} has: RawIds has `bound`")
-            fill = functools.partial(nn.init.uniform_, a=-size.bound, b=size.bound)
-            found.append(Table(name, size.capacity or 0, embedding_dim, [name], fill))
+            first = functools.partial(nn.init.uniform_, a=-size.bound, b=size.bound)
+            found.append(Table(name, size.capacity or 0, embedding_dim, [name], first))
             continue
         bound = math.sqrt(1 / size)
         fill = init or functools.partial(nn.init.uniform_, a=-bound, b=bound)

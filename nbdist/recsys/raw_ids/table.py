@@ -184,7 +184,7 @@ class RawTable(nn.Module):
         super()._load_from_state_dict({**state_dict, **own}, prefix, *rest)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.rows.to(self.weight.device)
         self.waiting.to(self.weight.device)
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .. import ranks
 from ..parallel.protocol import Parallel
@@ -66,12 +67,12 @@ class Hooks:
         TypeError: Something else is among them.
     """
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, callbacks: Sequence[Any]) -> None:
         for one in callbacks:
             if not isinstance(one, Callback):
                 hint = ": make one, with ()" if isinstance(one, type) else ""
                 raise TypeError(f"`callbacks` must have instances of Callback, got {one!r}{hint}")
-        self._callbacks = list(callbacks)
+        self._callbacks: list[Callback] = list(callbacks)
 
     @property
     def each_step(self) -> bool:
