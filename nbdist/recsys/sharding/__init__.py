@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .sharded import Sharded
     from .strategies import OPTIMIZERS, STRATEGIES
-    from .summary import Summary, summary
+    from .summaries import Summary, summary
 
 __all__ = [
     "OPTIMIZERS",
@@ -37,8 +37,8 @@ _MODULES = {
     "Sharded": "sharded",
     "OPTIMIZERS": "strategies",
     "STRATEGIES": "strategies",
-    "Summary": "summary",
-    "summary": "summary",
+    "Summary": "summaries",
+    "summary": "summaries",
 }
 """Name → its module, which is imported at the first use: TorchRec takes seconds, and `replicate` does without."""
 
