@@ -676,7 +676,7 @@ def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
     from nbdist.recsys.loader import MemoryLoader, keyed_jagged
     from nbdist.recsys.sharding import shard
     from nbdist.recsys.training import fit
-    from nbdist.recsys.training.batch_loss import log_loss
+    from nbdist.recsys.training.objective import log_loss
 
     ids = torch.arange(40_000) * 7919 % 1000
     rows = {"user": ids, "liked": ids % 3 == 0}

@@ -31,7 +31,7 @@ from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC
 from nbdist.recsys.sharding import replicate, shard
 from nbdist.recsys.training import evaluate
-from nbdist.recsys.training.batch_loss import log_loss
+from nbdist.recsys.training.objective import log_loss
 
 WIDTH, EPOCHS = 16, 3
 MORE = EPOCHS + 1

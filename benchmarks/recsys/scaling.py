@@ -89,7 +89,7 @@ def clicks(batch: int, steps: int, data: str, plain: bool, profiled: bool) -> Ru
     import torch
     import torch.distributed as dist
 
-    from nbdist.recsys.training.batch_loss import log_loss
+    from nbdist.recsys.training.objective import log_loss
 
     ranks = dist.get_world_size()
     batches = rows_for(WARM + steps, batch * ranks, () if plain else ("user", "movie"))

@@ -30,7 +30,7 @@ from nbdist import RankDied, Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.sharding import replicate, shard
 from nbdist.recsys.training import fit
-from nbdist.recsys.training.batch_loss import log_loss
+from nbdist.recsys.training.objective import log_loss
 
 TABLES = {"user": 162_541, "movie": 59_047}  # MovieLens 25M
 WIDTHS = (16, 64)

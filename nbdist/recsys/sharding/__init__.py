@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .sharded import Sharded
     from .strategies import STRATEGIES
-    from .summary import Summary, summary
+    from .summaries import Summary, summary
 
 __all__ = [
     "OPTIMIZERS",
@@ -38,8 +38,8 @@ _MODULES = {
     "Sharded": "sharded",
     "OPTIMIZERS": "optimizers",
     "STRATEGIES": "strategies",
-    "Summary": "summary",
-    "summary": "summary",
+    "Summary": "summaries",
+    "summary": "summaries",
 }
 """Name → its module, which is imported at the first use: TorchRec takes seconds, and `replicate` does without."""
 

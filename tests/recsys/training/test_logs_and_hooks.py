@@ -20,7 +20,7 @@ from nbdist.recsys.metrics import AUC
 from nbdist.recsys.models import PooledTables
 from nbdist.recsys.parallel.replicated import replicate
 from nbdist.recsys.raw_ids import RawIds
-from nbdist.recsys.sharding.summary import summary
+from nbdist.recsys.sharding import summary
 from nbdist.recsys.training import Callback, Snapshots, fit
 from nbdist.recsys.training.history import History, Record
 from nbdist.recsys.training.logs import Logging, check_logs
