@@ -203,7 +203,7 @@ class _Recording:
 def _failure(others: Future[Any] | None) -> BaseException | None:
     """Return what a rank has raised, if one has failed: then it left the collectives, and the kernel failed, too."""
     with contextlib.suppress(TimeoutError):
-        return others and others.exception(_SOON)
+        return None if others is None else others.exception(_SOON)
     return None
 
 
