@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..capture.need import given_names
 from ..capture.per_rank import for_each_rank, own
@@ -17,10 +17,10 @@ from ..wire.messages import Slot, World
 from ..wire.rendezvous import LOOPBACK_INTERFACE, Rendezvous, open_store
 from .calls.arguments import check_call
 
+T = TypeVar("T")
 
-def run_in_kernel(
-    fn: Callable[..., Any], args: Any, kwargs: Any, imports: Any, need: Any, checks: Sequence[str]
-) -> Any:
+
+def run_in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any, checks: Sequence[str]) -> T:
     """Run a function in a process group of this process alone, with checks as `numerics.call` takes them."""
     block, names = check_call(fn, imports, need)
     args, kwargs = for_each_rank(args, kwargs, 1)

@@ -32,12 +32,10 @@ def train(how: str, folder: Path, sink: dict[str, Any], steps: int = STEPS) -> d
             gradients.append({})
         return found
 
-    for name, one in model.model.named_parameters():
-        if type(one) is torch.nn.Parameter:
-            one.register_post_accumulate_grad_hook(lambda one, name=name: gradients[-1].update({name: one}))
-
     def keep(*_: Any) -> None:
-        gradients[-1] = {name: one.grad.clone() for name, one in gradients[-1].items() if one.grad is not None}
+        """Keep the gradients, however many optimizers call this in a step."""
+        plain = {name: one for name, one in model.model.named_parameters() if type(one) is torch.nn.Parameter}
+        gradients[-1] |= {name: one.grad.clone() for name, one in plain.items() if one.grad is not None}
 
     model.optimizer.register_step_pre_hook(keep)
     fit(
