@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 
     owner: type | types.ModuleType
     name: str
-    """The name of the owner's attribute: a dict, list or set, or a function under `singledispatch`. Empty for an abstract
-    class, which registers `value`."""
+    """The name of an attribute of the owner: a dict, list or set, or a function under `singledispatch`. Empty for an
+    abstract class, which registers `value`."""
     key: Any
     """None in a list and a set."""
     value: Any
