@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 
     owner: type | types.ModuleType
     name: str
-    """Of the owner's attribute: a dict, list or set, or a function under `singledispatch`. Empty for an abstract class,
-    which registers `value`."""
+    """The name of an attribute of the owner: a dict, list or set, or a function under `singledispatch`. Empty for an
+    abstract class, which registers `value`."""
     key: Any
     """None in a list and a set."""
     value: Any
@@ -57,7 +57,7 @@ class Registries:
     def __init__(self) -> None:
         self._cells = NewCells()
         self._functions: set[str] = set()
-        """Those of cells that may register: a later cell may call them."""
+        """The functions in cells that may register: a later cell may call them."""
         self._found: list[Entry] = []
         self._refusals = Refusals()
 
