@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import itertools
 import os
 import re
@@ -47,7 +46,9 @@ class Place(NamedTuple):
 def visible_gpus() -> int:
     """Return the number of CUDA devices that this process may use, without a CUDA context if the driver has NVML."""
     if "torch" not in sys.modules:
-        if importlib.metadata.version("torch").endswith("+cpu"):
+        from importlib.metadata import version
+
+        if version("torch").endswith("+cpu"):
             return 0  # without the seconds that importing it takes
         # Not here: an interrupt would leave half of it, which some versions cannot complete.
         importing = threading.Thread(target=_import_torch, name="nbdist: import torch")

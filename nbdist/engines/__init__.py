@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 
 from ..checks import nearest
 from ..errors import NbdistError, entry
@@ -12,10 +12,7 @@ from .contract import Engine, EngineOptions, MakeEngine
 #: The group of entry points by which other packages register engines.
 GROUP = "nbdist.engines"
 
-_BUILT_IN = {
-    "local": EntryPoint("local", "nbdist.engines.local:make", GROUP),
-    "ray": EntryPoint("ray", "nbdist.engines.ray.kernel.ranks:make", GROUP),
-}
+_BUILT_IN = {"local": "nbdist.engines.local", "ray": "nbdist.engines.ray.kernel.ranks"}
 _default: str | EngineOptions = "local"
 
 
@@ -51,6 +48,8 @@ def in_use() -> str | EngineOptions:
 
 def names() -> list[str]:
     """Return the names of all engines, nbdist's own first."""
+    from importlib.metadata import entry_points
+
     return [*_BUILT_IN, *sorted(entry_points(group=GROUP).names - set(_BUILT_IN))]
 
 
@@ -76,7 +75,11 @@ def resolve(
 
 
 def _find(name: str) -> MakeEngine:
-    found = _BUILT_IN.get(name) or next(iter(entry_points(group=GROUP, name=name)), None)
+    if name in _BUILT_IN:
+        return importlib.import_module(_BUILT_IN[name]).make  # type: ignore[no-any-return]
+    from importlib.metadata import entry_points
+
+    found = next(iter(entry_points(group=GROUP, name=name)), None)
     if found is None:
         raise ValueError(_unknown(name))
     try:

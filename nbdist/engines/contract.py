@@ -11,6 +11,7 @@ from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank, ToRank
 from ..wire.rendezvous import RendezvousAddress
+from .origin import Origin
 
 #: Takes what a rank has written: the rank, 0 (standard output) or 1 (standard error), the bytes; no bytes at the end.
 OnOutput = Callable[[int, int, bytes], None]
@@ -155,6 +156,9 @@ class Engine(Protocol):
 
     local: bool
     """True if the ranks are processes of this machine, which share its cores with the notebook."""
+    origin: Callable[[], Origin]
+    """Returns the state of the process that the ranks work for: `origin.here`. A keeper sets another one. Named
+    sessions need it, `lend`, `borrow` and `release`."""
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         """Return a device for each rank, as in `wire.messages.World`. Raises `ValueError` for devices that do not
@@ -174,6 +178,16 @@ class Engine(Protocol):
 
     def idle(self, seconds: float) -> None:
         """Keep the processes of `warm` on this machine for this number of seconds while they are not used."""
+
+    def lend(self) -> tuple[Mapping[str, str], Sequence[int]]:
+        """Return what lets another process start ranks at the same place: variables that open it, and descriptors that
+        keep it, if it would end with this process, for as long as another process holds them."""
+
+    def borrow(self, variables: Mapping[str, str]) -> None:
+        """Use the variables that `lend` of another process has returned."""
+
+    def release(self) -> None:
+        """End what is kept in this process for the next ranks."""
 
 
 class EngineOptions(Protocol):

@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import ChainMap
@@ -23,7 +22,6 @@ from ..system import interpreter
 from ..system.connections import Address, Connection, connections
 from ..system.cores import numa_nodes, shares, usable_cores
 from ..system.processes import redirect_to_devnull, register_after_fork
-from ..system.search_path import search_path, shadowed, working_folder
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
@@ -31,10 +29,12 @@ from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
 from ..wire.protocol import Close, FromRank, ToRank
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
+from . import forkserver, origin
 from .contract import Exit, OnOutput, drop
 from .descriptors import make_room, open_descriptors
 from .forkserver import ForkServer, Variables, read_at_import, with_server
 from .listening import Listener, drain
+from .origin import Origin
 from .watching import Watch
 
 _shown: set[tuple[str, str]] = set()
@@ -54,6 +54,7 @@ class LocalEngine:
     def __init__(self, env: Mapping[str, str] | None = None, start: str = "forkserver") -> None:
         self._env, self._fresh = dict(env or {}), start == "spawn"
         self._modules: dict[str, None] = {}
+        self.origin: Callable[[], Origin] = origin.here
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         return choose_devices(nranks, devices, ChainMap(self._env, os.environ))
@@ -66,9 +67,10 @@ class LocalEngine:
 
         def start(server: ForkServer) -> LocalRanks:
             if self._fresh:
-                return LocalRanks(world_size, server, {**_inherited(), **interpreter.module_path(), **self._env})
+                environ = {**_inherited(), **interpreter.module_path(), **self._env}
+                return LocalRanks(world_size, server, environ, self.origin)
             server.preload(self._modules)  # it may be new since the last call
-            return LocalRanks(world_size, server)
+            return LocalRanks(world_size, server, None, self.origin)
 
         return with_server(start, None if self._fresh else self._variables())
 
@@ -104,6 +106,14 @@ class LocalEngine:
         """Set the seconds after which the fork server ends when nothing uses it."""
         with_server(lambda server: server.ask("idle", seconds), self._variables())
 
+    def lend(self) -> tuple[Mapping[str, str], Sequence[int]]:
+        return {}, ()
+
+    def borrow(self, variables: Mapping[str, str]) -> None: ...
+
+    def release(self) -> None:
+        forkserver.kill()
+
     def _variables(self) -> Variables:
         return read_at_import(ChainMap(self._env, os.environ))
 
@@ -130,11 +140,18 @@ class LocalRanks:
     takes_descriptors = True
     patience = 0.0  # they are this machine's children: it knows at once
 
-    def __init__(self, world_size: int, server: ForkServer, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        server: ForkServer,
+        environ: Mapping[str, str] | None = None,
+        of: Callable[[], Origin] = origin.here,
+    ) -> None:
         """Start all ranks from one server, which alone learns of their ends. Raises `ConnectionError` if it is lost.
 
-        With an `environ` they are fresh interpreters that start with it.
+        With an `environ` they are fresh interpreters that start with it. They work for the process that `of` describes.
         """
+        self._origin = of
         self.channels: list[Channel] = []
         self.outputs: list[tuple[int, int]] = []
         self._stacks: list[socket.socket] = []  # for each rank, where it is asked for its stack
@@ -223,8 +240,8 @@ class LocalRanks:
         return _inherited()
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        path = tuple(search_path())
-        return Setting(environ, working_folder(), path, tuple(sys.argv), rank_memory.POSSIBLE, shadowed(path))
+        found = self._origin()
+        return Setting(environ, found.cwd, found.path, found.argv, rank_memory.POSSIBLE, found.standard)
 
     def rendezvous(self) -> Rendezvous:
         return Rendezvous()

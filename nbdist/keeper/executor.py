@@ -8,7 +8,9 @@ from typing import Any
 
 from ..kernel.calls.executor import Executor
 from ..kernel.calls.group import Group
+from ..kernel.calls.waiting import Waiting
 from ..kernel.cell.cell import Cell
+from ..kernel.cell.relay import Relay
 from .writing import Journal
 
 
@@ -56,15 +58,28 @@ class KeptExecutor(Executor):
         self._journal = journal
         self.number = 0
         """Counts the groups of ranks."""
+        self.will_wait: Callable[[], None] = lambda: None
+        """Called before a wait that may take long."""
 
     def ready(self, cell: Cell, needed: int = 1) -> Group:
         before = self.group
+        if before is None or not self._engine.local:  # ranks take a while to start, or to meet
+            self.will_wait()
+            self._journal.flush()
         group = super().ready(cell, needed)
         if group is not before:
             self.number += 1
             self._record(group)
-            self._journal.append("ranks", self.ranks(), ring=False)
+            self._journal.append("ranks", self.ranks(), wake=False)
         return group
+
+    def _wait_for(self, group: Group, waiting: Waiting, interrupted: bool) -> list[Any]:
+        self.will_wait()
+        self._journal.flush(wake=True)  # the beginning of the call: clients read it while the ranks work
+        return super()._wait_for(group, waiting, interrupted)
+
+    def _output_of(self, relay: Relay, rank: int) -> tuple[int, bool, int | None]:
+        return relay.number, True, None  # all of it, for the journal
 
     def ranks(self) -> dict[str, Any]:
         """Return what the journal has of the running ranks."""
@@ -81,7 +96,7 @@ class KeptExecutor(Executor):
             take(rank, which, data)
 
         def fail_and_record(rank: int) -> None:
-            journal.append("failed", {"rank": rank}, ring=False)
+            journal.append("failed", {"rank": rank}, wake=False)
             failed(rank)
 
         vars(relay).update(take=take_and_record, failed=fail_and_record)

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..engines import forkserver
-from ..engines.kept import KeptEngine
+from ..engines import forkserver, resolve
+from ..engines.origin import Origin
 from ..kernel.calls.group import GRACE_TO_LEAVE
 from ..kernel.named.spec import Spec
 from ..system.private import check_peer
-from ..wire.channel import Channel
 from ..wire.parcel import Parcel, pack
 from ..wire.session_folder import SessionFolder
-from .acts import Acts
+from .actions import Actions
+from .client import Client
 from .executor import KeptExecutor
 from .writing import Journal
 
@@ -39,13 +39,22 @@ class Keeper:
 
     def __init__(self, folder: SessionFolder, spec: Spec) -> None:
         self._folder, self._spec = folder, spec
-        self._bells: list[socket.socket] = []
-        self._journal = Journal(folder.path, spec.keep, self._ring)
-        forkserver.for_notebook(spec.notebook)
-        self._engine = KeptEngine(spec.env, spec.start, spec.setting)
+        self._wakeups: list[socket.socket] = []
+        self._journal = Journal(folder.path, spec.keep, self._wake_clients)
+        self._engine = resolve(spec.engine, spec.env, spec.start)
+        self._engine.origin = lambda: self._origin
+        self._engine.borrow(spec.opened_by)
+        assert spec.origin is not None
+        self._work_for(spec.origin)
         self._executor = KeptExecutor(self._journal, self._engine, spec.layout, **spec.executor)
-        self._acts = Acts(self._executor, self._journal)
-        self._present: set[str] = set()  # the tokens of acts whose clients are there
+        self._actions = Actions(self._executor, self._journal)
+        self._requests: dict[str, Callable[..., None]] = {
+            "stop": self._actions.stop,
+            "line": self._actions.answer,
+            "taken": self._actions.take,
+            "origin": self._work_for,
+            "warm": self._engine.warm,
+        }
         self._why = ""  # why it ends
         self._wakes, self._wake = os.pipe()
         signal.signal(signal.SIGTERM, lambda *_: self._end("its keeper got SIGTERM"))
@@ -63,21 +72,29 @@ class Keeper:
                     if key.fileobj is listening:
                         self._welcome(listening)
                 self._journal.look()
-                self._acts.look(self._present)
-                if time.monotonic() > self._acts.used + self._spec.idle and not self._acts.lock.busy():
+                self._actions.look()
+                if time.monotonic() > self._actions.used + self._spec.idle and not self._actions.lock.busy():
                     self._why = f"no call for {self._spec.idle:g} s (idle=)"
                 if not self._folder.exists():  # removed by hand: no client can find it any more
                     self._why = self._why or "close"
         listening.close()
         self._leave()
 
+    def _work_for(self, origin: Origin) -> None:
+        """Have ranks that start from now on work for a process in this state."""
+        self._origin = origin
+        forkserver.for_notebook(origin.notebook)
+        os.environ.clear()
+        os.environ.update(origin.environ)
+
     def _leave(self) -> None:
         self._executor.closed = True
-        self._acts.stop_all()
-        self._acts.lock.in_turn(lambda: self._executor.end(GRACE_TO_LEAVE))
+        self._actions.stop_all()
+        self._actions.lock.in_turn(lambda: self._executor.end(GRACE_TO_LEAVE))
+        self._engine.release()
         self._journal.append("over", {"why": self._why})
         self._journal.close()
-        if self._why == "close" or (self._acts.taken and "idle" in self._why):
+        if self._why == "close" or (self._actions.taken and "idle" in self._why):
             self._folder.remove()
         else:  # an outcome that was not taken stays
             with contextlib.suppress(OSError):
@@ -88,17 +105,17 @@ class Keeper:
         with contextlib.suppress(OSError):
             os.write(self._wake, b"!")
 
-    def _ring(self) -> None:
-        """Ring at all clients: the journal has grown. One that has not looked since the last ring needs no second."""
-        for bell in list(self._bells):
+    def _wake_clients(self) -> None:
+        """Wake all clients: the journal has grown. One that has not looked since it was woken needs no second byte."""
+        for wakeup in list(self._wakeups):
             try:
-                bell.send(b".")
+                wakeup.send(b".")
             except BlockingIOError:
                 continue
             except OSError:
                 with contextlib.suppress(ValueError):
-                    self._bells.remove(bell)
-                bell.close()
+                    self._wakeups.remove(wakeup)
+                wakeup.close()
 
     def _welcome(self, listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -108,71 +125,35 @@ class Keeper:
             except OSError:  # another user's process, although the folder is private
                 connection.close()
                 return
-            threading.Thread(target=self._serve_client, args=(connection,), daemon=True).start()
+            client = Client(connection, self._actions, self._requests, self._answer, self._wake_later)
+            threading.Thread(target=client.serve, daemon=True).start()
 
-    def _serve_client(self, connection: socket.socket) -> None:
-        """Do what a client asks, until it is gone."""
-        channel, own = Channel(connection), set[str]()
-        try:
-            while True:
-                (kind, *values), parcel, _ = channel.receive()
-                if kind == "bell":
-                    connection.setblocking(False)
-                    self._bells.append(connection)
-                    return
-                if kind == "act":
-                    own.add(values[0])
-                    self._present.add(values[0])
-                self._do(channel, kind, values, parcel)
-        except (EOFError, OSError):
-            connection.close()
-        finally:
-            self._present -= own
-            for token in own:
-                self._acts.leave_alone(token)
+    def _wake_later(self, connection: socket.socket) -> None:
+        """Write a byte to this connection whenever the journal has grown."""
+        connection.setblocking(False)
+        self._wakeups.append(connection)
 
-    def _do(self, channel: Channel, kind: str, values: Any, parcel: Parcel | None) -> None:
-        if kind == "act":
-            token, act = values
-            self._acts.begin(token, act, parcel)
-        elif kind == "stop":
-            self._acts.stop(*values)
-        elif kind == "line":
-            self._acts.answer(*values)
-        elif kind == "setting":
-            self._engine.take(*values)
-        elif kind == "warm":
-            self._engine.warm(*values)
-        elif kind == "taken":
-            self._acts.taken = self._acts.taken or values == [self._acts.last]
-        elif kind == "ask":
-            self._answer(channel, *values)
-
-    def _answer(self, channel: Channel, what: str, *values: Any) -> None:
-        """Answer a question with a value, or with the exception that it has raised."""
+    def _answer(self, what: str, *values: Any) -> tuple[tuple[str, Any], Parcel | None]:
+        """Answer a question with a value, or with the exception that it has raised; some values are a parcel."""
         questions: dict[str, Callable[..., Any]] = {
             "about": self._about,
             "spec": lambda: self._spec,
-            "state": lambda: (self._executor.state(), self._acts.lock.busy()),
-            "status": lambda: self._executor.look(self._acts.lock.busy()),
+            "state": lambda: (self._executor.state(), self._actions.lock.busy()),
+            "status": lambda: self._executor.look(self._actions.lock.busy()),
             "stacks": self._executor.stacks,
             "collectives": self._executor.collectives,
             "log": self._executor.log,
             "widget": self._deliver_widget_event,
-            "stop": lambda: self._acts.stop(self._acts.running[0]),
+            "stop": lambda: self._actions.stop(self._actions.running[0]),
             "close": lambda: self._end("close"),
         }
-        answer: tuple[str, Any] = ("value", None)
-        parcel = None
         try:
             if what == "value":
-                held = self._acts.held[values[0], values[1]]
-                parcel = pack(memoryview(held.pickled or b""), map(pickle.PickleBuffer, held.views))
-            else:
-                answer = "value", questions[what](*values)
+                held = self._actions.held[values[0], values[1]]
+                return ("value", None), pack(memoryview(held.pickled or b""), map(pickle.PickleBuffer, held.views))
+            return ("value", questions[what](*values)), None
         except Exception as exc:
-            answer = "raised", exc
-        channel.send(answer, parcel)
+            return ("raised", exc), None
 
     def _deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Any) -> bool:
         group = self._executor.group
@@ -183,5 +164,5 @@ class Keeper:
         group = self._executor.group
         known = [] if group is None else [size for size in group.memory().values() if size is not None]
         line = self._executor.log(0).rstrip("\n").rpartition("\n")[2].rpartition("\r")[2]
-        state = self._executor.state(), self._acts.lock.busy()
-        return {"state": state, "what": self._acts.running[1], "memory": sum(known), "line": line}
+        state = self._executor.state(), self._actions.lock.busy()
+        return {"state": state, "what": self._actions.running[1], "memory": sum(known), "line": line}

@@ -22,14 +22,20 @@ def main(fd: str) -> None:
         signal.signal(number, lambda *_: None)  # not ignored: ranks would inherit that
     channel = Channel(socket.socket(fileno=int(fd)))
     os.set_inheritable(int(fd), False)
+    held: list[int] = []  # open until the end of this process
     try:
-        while (message := channel.receive()[0])[0] != "keep":
-            _, modules, notebook = message
-            forkserver.for_notebook(notebook)
-            resolve("local").warm(modules)
+        while (received := channel.receive())[0][0] != "keep":
+            (kind, *values), _, fds = received
+            if kind == "hold":
+                held += fds
+            else:
+                modules, notebook = values
+                forkserver.for_notebook(notebook)
+                resolve("local").warm(modules)
     except (EOFError, ConnectionError):  # the kernel has ended, and needs it no more
         return
-    folder, spec = SessionFolder(message[1]), message[2]
+    _, name, spec = received[0]
+    folder = SessionFolder(name)
     try:
         folder.check()
         lock = folder.lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,35 +29,49 @@ class Journal:
     Args:
         folder: Where it is.
         keep: Bytes that its files may have together. The value of the last call does not count.
-        ring: Called when there is something to read.
+        wake: Called when there is something to read.
     """
 
-    def __init__(self, folder: str, keep: int, ring: Callable[[], None]) -> None:
-        self._folder, self._keep, self._ring = folder, keep, ring
+    def __init__(self, folder: str, keep: int, wake: Callable[[], None]) -> None:
+        self._folder, self._keep, self._wake_readers = folder, keep, wake
         self._largest = max(1 << 12, min(_LARGEST, keep // _PARTS))
         self._lock = threading.RLock()
         self._fd, self._number, self._size = -1, 0, 0
         self._files: collections.deque[tuple[int, int, int]] = collections.deque()  # number, size, last call in it
         self._values: list[tuple[int, str, int]] = []  # call, path, size
         self._call = 0
+        self._soon: list[Record] = []
         self._missing = 0  # records that the disk had no room for
         self._waiting: list[Record] = []  # of these, what is written as soon as there is room
         self._reserved = os.path.join(folder, "reserve")
         self._reserve()
 
-    def append(self, kind: str, head: dict[str, Any], *buffers: memoryview | bytes, ring: bool = True) -> None:
+    def append(self, kind: str, head: dict[str, Any], *buffers: memoryview | bytes, wake: bool = True) -> None:
         """Append a record."""
+        self.append_soon(kind, head, *buffers)
+        self.flush(wake)
+
+    def append_soon(self, kind: str, head: dict[str, Any], *buffers: memoryview | bytes) -> None:
+        """Append a record with the next one, or with the next `flush`."""
         with self._lock:
             self._call = head.get("call", self._call)
-            record = Record(kind, head, buffers)
-            if not self._catch_up() or not self._write(record):
-                self._miss(record)
-        if ring:
-            self._ring()
+            self._soon.append(Record(kind, head, buffers))
+
+    def flush(self, wake: bool = False) -> None:
+        """Write what was appended."""
+        with self._lock:
+            records, self._soon = self._soon, []
+            if records and not (self._catch_up() and self._write(*records)):
+                for record in records:  # some may fit
+                    if not self._catch_up() or not self._write(record):
+                        self._miss(record)
+        if wake:
+            self._wake_readers()
 
     def keep_value(self, call: int, rank: int, pickled: memoryview, views: Sequence[memoryview]) -> bool:
         """Append what a rank has returned; return whether there was room for it."""
         head: dict[str, Any] = {"call": call, "rank": rank}
+        self.flush()
         if pickled.nbytes + sum(view.nbytes for view in views) < APART:
             with self._lock:
                 if self._catch_up() and self._write(Record("value", head, (pickled, *views))):
@@ -79,7 +94,7 @@ class Journal:
         with self._lock:
             self._values.append((call, where, end))
             self._drop()
-        self.append("value", {**head, "file": os.path.basename(where), "parts": [p.nbytes for p in parts]}, ring=False)
+        self.append("value", {**head, "file": os.path.basename(where), "parts": [p.nbytes for p in parts]}, wake=False)
         return True
 
     @staticmethod
@@ -95,7 +110,7 @@ class Journal:
             waited = bool(self._waiting)
             caught_up = self._catch_up()
         if waited and caught_up:
-            self._ring()
+            self._wake_readers()
 
     def _catch_up(self) -> bool:
         """Write what did not fit before, and that something is missing; return whether nothing waits any more."""
@@ -140,12 +155,12 @@ class Journal:
             finally:
                 os.close(fd)
 
-    def _write(self, record: Record) -> bool:
-        """Write a record, and not a part of it; return whether there was room."""
+    def _write(self, *records: Record) -> bool:
+        """Write records, and not a part of them; return whether there was room."""
         try:
             if self._fd < 0 or self._size >= self._largest:
                 self._next_file()
-            data = b"".join(encode(record))
+            data = b"".join(itertools.chain.from_iterable(map(encode, records)))
             done = os.write(self._fd, data)
             if done < len(data):  # as much as fitted
                 os.ftruncate(self._fd, self._size)

@@ -20,7 +20,7 @@ from .cell.cell import Cell
 
 
 class Cluster:
-    """Ray on machines, until `close` or the end of the notebook; the result of `nbdist.cluster`.
+    """Ray on machines, until `close` or the end of the notebook and of named sessions; the result of `nbdist.cluster`.
 
     Attributes: `options`, with which the engine uses the cluster.
     """
@@ -38,14 +38,24 @@ class Cluster:
         return not self._closed and self._machines.alive()
 
     def close(self) -> None:
-        """End Ray on all machines. Later calls run on this machine again."""
+        """End Ray on all machines, and named sessions there lose their ranks. Later calls run on this machine again."""
+        if self._forget():
+            self._machines.close()
+
+    def leave(self) -> None:
+        """End Ray on all machines, or leave it to the keepers of named sessions there: it ends with the last one."""
+        if self._forget():
+            self._machines.leave() if self._machines.lent else self._machines.close()
+
+    def _forget(self) -> bool:
+        """Have later calls run on this machine again; return False if they do already."""
         if self._closed:
-            return
+            return False
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self.leave)
         if engines.in_use() == self.options:
             engines.use("local")
-        self._machines.close()
+        return True
 
     def __enter__(self) -> Cluster:
         return self
@@ -69,7 +79,8 @@ def cluster(
     wait: float = 300.0,
     **engine: Any,
 ) -> Cluster:
-    """Start Ray on machines, run all later calls there (like `nbdist.use`), and end Ray with the notebook.
+    """Start Ray on machines, run all later calls there (like `nbdist.use`), and end Ray with the notebook, or with the
+    last named session there.
 
     Each machine needs Python, torch, Ray and nbdist in the notebook's versions. A difference, or a machine that cannot
     be reached, raises an error at once. Ray on the machines accepts only clients with its token, which this notebook
@@ -121,7 +132,7 @@ def cluster(
         engines.use(_last[1].options)
         return _last[1]
     if _last is not None:
-        _last[1].close()
+        _last[1].leave()
     about: dict[str, Any] = {"python": python or sys.executable, "arguments": ray_start, "wait": wait}
     about |= {"gpus": gpus, "say": Cell().notice}
     if hosts is None:
@@ -134,7 +145,7 @@ def cluster(
     machines = start(**about)
     own = Cluster(machines, dataclasses.replace(fields, address=machines.address), words)
     _last = asked, own
-    atexit.register(own.close)
+    atexit.register(own.leave)
     engines.use(own.options)
     return own
 

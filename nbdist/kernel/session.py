@@ -90,7 +90,8 @@ class Session:
             until there is room for all ranks.
         name: The name of a keeper, a process that holds the ranks. The ranks, their output and their values
             outlive the notebook's kernel: `nbdist.attach(name)` gives the session back, in any process of the same
-            user on this machine. Letters, digits, ".", "_" and "-". None: the ranks end with the kernel.
+            user on this machine, also where the ranks are on a cluster. Letters, digits, ".", "_" and "-". None: the
+            ranks end with the kernel.
         idle: Seconds without a call after which such a keeper ends: a day.
         keep: Bytes that its output and values may take on the disk: a gibibyte. The oldest are dropped first; the
             values of the last call stay.

@@ -8,9 +8,10 @@ import socket
 import stat
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
 
 Address = tuple[str, int]
 
@@ -68,6 +69,8 @@ def cut_off(peers: Collection[Address]) -> None:
 
 
 def _connections(pid: int) -> list[Connection]:
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         return [Connection(tuple(one.laddr), tuple(one.raddr)) for one in sockets(psutil.Process(pid)) if one.raddr]
     return []

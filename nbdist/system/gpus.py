@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from .cores import parse_cores
 
 _BUS = Path("/sys/bus/pci/devices")
@@ -117,6 +115,8 @@ def _who(pid: int, ranks: Mapping[int, int]) -> str:
         return f"rank {ranks[pid]}"
     if pid == os.getpid():
         return "this notebook"
+    import psutil
+
     try:
         return f"{psutil.Process(pid).name()} (pid {pid})"
     except psutil.Error:  # of another container

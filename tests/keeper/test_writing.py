@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ class Disk:
         patch.setattr("os.write", lambda fd, data: self._write(fd, self._fitting(data)))
         patch.setattr("os.pwrite", lambda fd, data, at: self._pwrite(fd, self._fitting(data), at))
         patch.setattr("os.statvfs", lambda path: self)
+        truncate = os.ftruncate
+
+        def give_back(fd: int, size: int) -> None:
+            self.room += os.fstat(fd).st_size - size
+            truncate(fd, size)
+
+        patch.setattr("os.ftruncate", give_back)
         self.f_frsize = 1
 
     @property
@@ -46,13 +54,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.fixture
-def rings() -> list[int]:
+def woken() -> list[int]:
     return []
 
 
 @pytest.fixture
-def journal(tmp_path: Path, rings: list[int]) -> Any:
-    with contextlib.closing(Journal(str(tmp_path), 1 << 20, lambda: rings.append(1))) as journal:
+def journal(tmp_path: Path, woken: list[int]) -> Any:
+    with contextlib.closing(Journal(str(tmp_path), 1 << 20, lambda: woken.append(1))) as journal:
         yield journal
 
 
@@ -78,6 +86,29 @@ def test_a_value_comes_back_and_can_be_changed(journal: Journal, tmp_path: Path)
     assert bytes(mapped(str(tmp_path / large.head["file"]), large.head["parts"])[1]) == big
 
 
+def test_what_is_appended_soon_comes_before_what_follows(journal: Journal, tmp_path: Path, woken: list[int]) -> None:
+    follows: list[Callable[[], Any]] = [
+        lambda: journal.append("output", {"rank": 0, "which": 0}, b"text"),
+        lambda: journal.keep_value(1, 0, memoryview(b"p"), []),
+        journal.flush,
+    ]
+    for number, follow in enumerate(follows):
+        before = heads(tmp_path)
+        journal.append_soon("begin", {"call": number})
+        assert heads(tmp_path) == before, "not written yet"
+        follow()
+        assert heads(tmp_path)[len(before)] == ("begin", {"call": number})
+    assert woken == [1]
+
+
+def test_of_what_is_written_together_the_part_that_fits_is_there(journal: Journal, tmp_path: Path, disk: Disk) -> None:
+    journal.append("output", {"rank": 0, "which": 0}, b"before")
+    journal.append_soon("begin", {"call": 1})
+    disk.full, disk.room = True, 100
+    journal.append("output", {"rank": 0, "which": 0}, b"lost" * 100)
+    assert [kind for kind, _ in heads(tmp_path)] == ["output", "begin"]
+
+
 def test_the_oldest_is_dropped_first(journal: Journal, tmp_path: Path) -> None:
     for call in range(1, 40):
         journal.append("begin", {"call": call})
@@ -90,7 +121,7 @@ def test_the_oldest_is_dropped_first(journal: Journal, tmp_path: Path) -> None:
     assert heads(tmp_path)[-1] == ("end", {"call": 39})
 
 
-def test_a_full_disk_cuts_it(journal: Journal, tmp_path: Path, disk: Disk, rings: list[int]) -> None:
+def test_a_full_disk_cuts_it(journal: Journal, tmp_path: Path, disk: Disk, woken: list[int]) -> None:
     journal.append("output", {"rank": 0, "which": 0}, b"before")
     disk.full, disk.room = True, 10
     for _ in range(20):
@@ -98,10 +129,10 @@ def test_a_full_disk_cuts_it(journal: Journal, tmp_path: Path, disk: Disk, rings
     assert not journal.keep_value(1, 0, memoryview(b"p"), [memoryview(b"abc")])
     assert [kind for kind, _ in heads(tmp_path)] == ["output"]
     journal.append("end", {"call": 1})
-    rings.clear()
+    woken.clear()
     disk.full = False
     journal.look()
-    assert rings, "the clients have to look"
+    assert woken, "the clients have to look"
     kinds = heads(tmp_path)
     assert [kind for kind, _ in kinds] == ["output", "cut", "value", "end"]
     assert "20 records were lost" in kinds[1][1]["why"] and kinds[2][1]["held"]

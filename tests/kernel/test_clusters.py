@@ -161,6 +161,23 @@ def test_ray_on_slurms_nodes_ends_with_the_notebook(srun: Path, tmp_path: Path) 
             one.kill()
 
 
+@pytest.mark.long("clusters of Ray")
+def test_nothing_of_ssh_outlives_a_notebook_that_is_killed(ssh: list[str], tmp_path: Path) -> None:
+    """Nor does the connection that forwards a port, which has nothing to do with a machine's program."""
+    kernel = Kernel(tmp_path, env={"PATH": os.environ["PATH"]})
+    started: list[psutil.Process] = []
+    try:
+        kernel.ok(f"import nbdist\nown = nbdist.cluster(['127.0.0.1'], options={ssh}, ray_start={SMALL})")
+        started = psutil.Process(kernel.pid).children(recursive=True)
+        assert any("-L" in one.cmdline() for one in living(started)), "the forwarded port"
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert poll(lambda: not living(started)), living(started)
+    finally:
+        kernel.close()
+        for one in living(started):
+            one.kill()
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

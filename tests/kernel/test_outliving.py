@@ -83,7 +83,7 @@ def test_a_program_that_is_killed_at_any_moment(capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().out.splitlines() == lines
         assert shown.splitlines() == lines
     session.close()
-    assert not living(family) and names() == []
+    assert poll(lambda: not living(family)) and names() == []
 
 
 def session_calls(session: Session) -> int:

@@ -12,6 +12,7 @@ from ...errors import NbdistError, RankDied, RemoteTraceback
 from ...system.interrupts import deferred_interrupts
 from ...wire import protocol
 from ..cell.cell import Cell
+from ..cell.relay import Relay
 from .futures import Stop
 from .group import Group, Layout
 from .keyboard import Keyboard
@@ -114,7 +115,7 @@ class Executor(SessionRanks):
                 for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
-                    output = group.relay.number, group.relay.shows(rank), group.relay.lines
+                    output = self._output_of(group.relay, rank)
                     message = protocol.Call(
                         call.header, seeds, answers, self._keep_frames, place, restarts, *output, check
                     )
@@ -123,6 +124,10 @@ class Executor(SessionRanks):
         about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self.on_hang, "originals": call.originals}
         values = self._send_and_wait(group, send, targets, request.what, stop=stop, once=request.once, **about)
         return values if request.everyone else values[:1]
+
+    def _output_of(self, relay: Relay, rank: int) -> tuple[int, bool, int | None]:
+        """Return what a rank's node sends of its output, as the fields of `protocol.Call`."""
+        return relay.number, relay.shows(rank), relay.lines
 
     def _send_and_wait(
         self, group: Group, send: Callable[[], None], targets: Iterable[int], what: str, **about: Any

@@ -1,4 +1,4 @@
-"""The connection to a keeper: messages to it, its answers, and bells that say that the journal has grown."""
+"""The connection to a keeper: messages to it, its answers, and what wakes a reader when the journal has grown."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...wire.parcel import Parcel
 from ...wire.session_folder import SessionFolder
 
 
-class Bell:
+class Wakeup:
     """Becomes readable when the journal has grown, or the keeper has ended."""
 
     def __init__(self, path: str) -> None:
         self._sock = connect(path)
-        Channel(self._sock).send(("bell",))
+        Channel(self._sock).send(("wakeup",))
         self._sock.setblocking(False)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def answer(self) -> bool:
-        """Wait for the next ring from now on; return whether the keeper lives."""
+        """Wait for what comes from now on; return whether the keeper lives."""
         try:
             return bool(self._sock.recv(1 << 16))
         except BlockingIOError:
@@ -53,7 +53,7 @@ class Connection:
     def __init__(self, folder: SessionFolder) -> None:
         self._folder, self._lock = folder, threading.RLock()
         self._channel: Channel | None = None
-        self._bells: list[Bell] = []
+        self._wakeups: list[Wakeup] = []
         folder.check()
         with contextlib.suppress(FileNotFoundError, ConnectionError):
             self._channel = Channel(connect(folder.socket))
@@ -62,7 +62,7 @@ class Connection:
     def after_fork(self) -> None:
         """In a child of this process: the connection is not its own."""
         self._lock = threading.RLock()
-        redirect_to_devnull(*(end.fileno() for end in (self._channel, *self._bells) if end is not None))
+        redirect_to_devnull(*(end.fileno() for end in (self._channel, *self._wakeups) if end is not None))
 
     @property
     def alive(self) -> bool:
@@ -98,20 +98,20 @@ class Connection:
                 raise NbdistError(ended(self._folder)) from None
 
     @contextlib.contextmanager
-    def bell(self) -> Iterator[Bell | None]:
-        """Give a bell for one reader; None where the keeper has ended."""
-        bell = None
+    def wakeup(self) -> Iterator[Wakeup | None]:
+        """Give a wakeup for one reader; None where the keeper has ended."""
+        wakeup = None
         with self._lock:
-            if self._bells:
-                bell = self._bells.pop()
+            if self._wakeups:
+                wakeup = self._wakeups.pop()
             elif self._channel is not None:
                 with contextlib.suppress(FileNotFoundError, ConnectionError):
-                    bell = Bell(self._folder.socket)
+                    wakeup = Wakeup(self._folder.socket)
         try:
-            yield bell
+            yield wakeup
         finally:
-            if bell is not None:
-                self._bells.append(bell)
+            if wakeup is not None:
+                self._wakeups.append(wakeup)
 
     def end_keeper(self) -> None:
         """End the keeper and its ranks, and wait for its end."""
@@ -124,8 +124,8 @@ class Connection:
         with self._lock:
             if self._channel is not None:
                 self._channel.sock.close()
-            while self._bells:
-                self._bells.pop().close()
+            while self._wakeups:
+                self._wakeups.pop().close()
             self._channel = None
 
     __del__ = close

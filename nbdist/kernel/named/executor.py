@@ -1,12 +1,14 @@
-"""The executor of a named session: it has a keeper carry out the calls, and plays the journal in the cell."""
+"""The executor of a named session: it has a keeper carry out the calls, and replays the journal in the cell."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ...engines.origin import here
 from ...errors import NbdistError
 from ...system.interrupts import deferred_interrupts
 from ...wire.journal import Reader, Record
@@ -15,14 +17,15 @@ from ...wire.session_folder import SessionFolder
 from ..calls import stacks
 from ..calls.executor import Request
 from ..calls.futures import Stop
+from ..calls.group import Layout
 from ..cell.cell import Cell
 from ..cell.comms import Between
 from ..collectives import Collectives
 from ..status import Snapshot
 from .connection import Connection, ended
 from .outcomes import Originals, error_of, value_of
-from .playing import Played, Stage, follow
-from .spec import Act, Spec, own_setting
+from .replaying import Relays, Replayer, follow
+from .spec import Action, Spec
 
 
 class NamedExecutor:
@@ -38,16 +41,22 @@ class NamedExecutor:
         self.use(spec)
         self.connection = Connection(folder)
         self.between: Callable[[], Between | None] = lambda: None
-        self.stage = Stage(self._deliver_widget_event, lambda: self.between())
+        self.relays = Relays(self._deliver_widget_event, lambda: self.between())
         self.shown: dict[str, threading.Event] = {}
         """By the token of a call that a thread shows: the event of all of its output being shown."""
         self._raised: list[int] = []
-        self._reader: Reader | None = None  # for all acts, one after the other: to find the end takes a while
+        self._reader: Reader | None = None  # for all actions, one after the other: to find the end takes a while
 
     def use(self, spec: Spec) -> None:
         """Be the executor of what the keeper says that it keeps."""
-        self.layout, self._sent = spec.layout, spec.setting
+        self._wanted, self._sent = spec.layout, spec.origin
         self.min_ranks: int | None = spec.executor["min_ranks"]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the ranks; after a restart with `min_ranks=` they may be fewer than were asked for."""
+        count, wanted = self.relays.ranks, self._wanted
+        return wanted if count in (0, len(wanted.devices)) else replace(wanted, devices=wanted.devices[:count])
 
     # ------------------------------------------------------------------------------------------- state and questions
 
@@ -70,7 +79,7 @@ class NamedExecutor:
     def log(self, rank: int) -> str:
         if self.connection.alive:
             return str(self.connection.ask("log", rank))
-        relay = self.stage.relay  # what this process has shown
+        relay = self.relays.relay  # what this process has shown
         return "" if relay is None else relay.logs[rank].text()
 
     def stacks(self) -> dict[int, list[stacks.Frame] | None]:
@@ -88,12 +97,12 @@ class NamedExecutor:
             return Snapshot(str(exc), [], False)
         return found
 
-    # ---------------------------------------------------------------------------------------------------------- acts
+    # ---------------------------------------------------------------------------------------------------------- actions
 
     def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
         call = request.call
         names = [(obj.__module__, obj.__qualname__) for obj in call.originals if hasattr(obj, "__qualname__")]
-        act = Act(
+        action = Action(
             "call",
             request.what,
             asks=stop is None,
@@ -106,29 +115,29 @@ class NamedExecutor:
             once=request.once,
             originals=names if len(names) == len(call.originals) else [("", "")] * len(call.originals),
         )
-        played = self._act(act, cell, stop, call.parcel)
-        return self.outcome(played, call.originals)  # the keeper counts it as taken: this process is there
+        replayer = self._in_turn(action, cell, stop, call.parcel)
+        return self.outcome(replayer, call.originals)  # the keeper counts it as taken: this process is there
 
-    def _act(self, act: Act, cell: Cell, stop: Stop | None = None, parcel: Parcel | None = None) -> Played:
-        """Have the keeper do something in its turn, and play what comes of it until it is over."""
+    def _in_turn(self, action: Action, cell: Cell, stop: Stop | None = None, parcel: Parcel | None = None) -> Replayer:
+        """Have the keeper do something in its turn, and replay what comes of it until it is over."""
         token = secrets.token_hex(8)
         if self._reader is None:
             self._reader = Reader(self.folder.path, at_end=True)
-        played = Played(self.stage, self._reader, cell, lambda head: head["token"] == token)
+        replayer = Replayer(self.relays, self._reader, cell, lambda head: head["token"] == token)
         with deferred_interrupts():
-            self._send_setting()
-            self.connection.send("act", token, act, parcel=parcel)
-        self.follow(played, token, stop)
-        return played
+            self._send_origin()
+            self.connection.send("action", token, *action, parcel=parcel)
+        self.follow(replayer, token, stop)
+        return replayer
 
-    def _send_setting(self) -> None:
-        setting = own_setting()
-        if setting != self._sent:
-            self.connection.send("setting", setting)
-            self._sent = setting
+    def _send_origin(self) -> None:
+        origin = here()
+        if origin != self._sent:
+            self.connection.send("origin", origin)
+            self._sent = origin
 
-    def follow(self, played: Played, token: str, stop: Stop | None) -> None:
-        """Play a call, or another act, until it is over. Raises `NbdistError` where the keeper ends before."""
+    def follow(self, replayer: Replayer, token: str, stop: Stop | None) -> None:
+        """Replay a call, or another action, until it is over. Raises `NbdistError` where the keeper ends before."""
 
         def answer(question: Record) -> None:
             line: str | None = None
@@ -144,52 +153,52 @@ class NamedExecutor:
 
         shown = self.shown.setdefault(token, threading.Event())
         try:
-            follow(played, self.connection, stop, asks=answer, on_interrupt=interrupt)
+            follow(replayer, self.connection, stop, asks=answer, on_interrupt=interrupt)
         finally:
-            played.finish()
+            replayer.finish()
             self.shown.pop(token, None)
             shown.set()
-        self.check_over(played)
-        self.note_held(played)
+        self.check_over(replayer)
+        self.note_held(replayer)
 
-    def check_over(self, played: Played) -> None:
+    def check_over(self, replayer: Replayer) -> None:
         """Raise `NbdistError` for a call whose keeper has ended before it."""
-        if not played.over:
+        if not replayer.over:
             raise NbdistError(ended(self.folder))
 
-    def note_held(self, played: Played) -> None:
+    def note_held(self, replayer: Replayer) -> None:
         """Keep in mind the ranks that `post_mortem` can look at."""
-        self._raised = [] if played.raised is None else played.raised.head["held"]
+        self._raised = [] if replayer.raised is None else replayer.raised.head["held"]
 
-    def outcome(self, played: Played, originals: Sequence[Any] | None = None) -> list[Any]:
+    def outcome(self, replayer: Replayer, originals: Sequence[Any] | None = None) -> list[Any]:
         """Return what the ranks of a call have returned, or raise what it has raised."""
-        assert played.head is not None
+        assert replayer.head is not None
         if originals is None:
-            originals = Originals(played.head["originals"], played.buffers)
-        if played.raised is not None:
-            raise error_of(played.raised, originals)
-        return [value_of(one, self.folder.path, originals, self._held) for one in played.values]
+            originals = Originals(replayer.head["originals"], replayer.buffers)
+        if replayer.raised is not None:
+            raise error_of(replayer.raised, originals)
+        return [value_of(one, self.folder.path, originals, self._held) for one in replayer.values]
 
-    def take(self, played: Played) -> None:
+    def take(self, replayer: Replayer) -> None:
         """Report to the keeper that the outcome of a call is here: it may be removed with the session."""
         if self.connection.alive:
-            self.connection.send("taken", played.head["call"])
+            self.connection.send("taken", replayer.head["call"])
 
     def _held(self, call: int, rank: int) -> Any:
         return self.connection.ask("value", call, rank)
 
     def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell, stop: Stop | None = None) -> None:
         lines = None if commands is None else list(commands)
-        self.outcome(self._act(Act("debug", "post_mortem", asks=True, values=(rank, lines)), cell), [])
+        self.outcome(self._in_turn(Action("debug", "post_mortem", asks=True, values=(rank, lines)), cell), [])
 
     def deliver_widget_event(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
-        self._act(Act("widget", "widget", asks=False, values=(rank, event, buffers)), cell)
+        self._in_turn(Action("widget", "widget", asks=False, values=(rank, event, buffers)), cell)
 
     def empty_cache(self, cell: Cell) -> None:
-        self.outcome(self._act(Act("empty_cache", "empty_cache", asks=False), cell), [])
+        self.outcome(self._in_turn(Action("empty_cache", "empty_cache", asks=False), cell), [])
 
     def restart(self, cell: Cell) -> None:
-        self.outcome(self._act(Act("restart", "restart", asks=False), cell), [])
+        self.outcome(self._in_turn(Action("restart", "restart", asks=False), cell), [])
 
     def _deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         return bool(self.connection.ask("widget", rank, content, buffers))
@@ -202,7 +211,7 @@ class NamedExecutor:
 
     def end(self, grace: float) -> None:
         """End the keeper, and remove the session's folder."""
-        self.stage.close()
+        self.relays.close()
         if self.connection.alive:
             self.connection.end_keeper()
         elif self.folder.exists() and not self.folder.alive():
@@ -210,22 +219,15 @@ class NamedExecutor:
 
 
 class KeeperEngine:
-    """The engine of a named session in a process that uses it: what it imports, the keeper's fork server imports.
+    """The engine of a named session in a process that uses it: what it imports, the keeper's engine imports.
 
     Args:
-        engine: An engine of this machine, which knows its devices.
         send: Sends a message to the keeper.
     """
 
-    local = True
-
-    def __init__(self, engine: Any, send: Callable[..., None]) -> None:
-        self._engine, self._send = engine, send
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
         self._known = {"torch", "torch.distributed"}
-
-    def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-        found: list[str] = self._engine.devices(nranks, devices)
-        return found
 
     def warm(self, modules: Iterable[str]) -> None:
         new = set(modules) - self._known

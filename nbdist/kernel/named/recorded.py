@@ -17,30 +17,30 @@ from ...wire.parcel import Parcel
 from ..calls import futures
 from ..cell.cell import Cell
 from .executor import NamedExecutor
-from .playing import Played, Stage, follow
+from .replaying import Relays, Replayer, follow
 
 
 def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> Any:
     """Do what `Session.result` does."""
-    played = _recorded(executor, call)
+    replayer = _recorded(executor, call)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    follow(played, executor.connection, deadline=deadline)
-    if not played.over and time.monotonic() > deadline:
-        raise TimeoutError(f"the call of {played.what} is not over after {timeout:g} s")
-    executor.check_over(played)
-    shown = executor.shown.get(played.head["token"])
+    follow(replayer, executor.connection, deadline=deadline)
+    if not replayer.over and time.monotonic() > deadline:
+        raise TimeoutError(f"the call of {replayer.what} is not over after {timeout:g} s")
+    executor.check_over(replayer)
+    shown = executor.shown.get(replayer.head["token"])
     if shown is not None:  # another thread shows the call: the cell that has the value should have all of its output
         with interruptible():
             shown.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
-    executor.take(played)
-    return _outcome(executor, played)
+    executor.take(replayer)
+    return _outcome(executor, replayer)
 
 
 def replay(executor: NamedExecutor, call: int | None, output: str | None, lines: int | None) -> None:
     """Do what `Session.replay` does."""
-    played = _recorded(executor, call, Cell(), output, lines)
-    played.play()
-    played.finish()
+    replayer = _recorded(executor, call, Cell(), output, lines)
+    replayer.replay()
+    replayer.finish()
 
 
 def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFuture[Any] | None:
@@ -51,46 +51,46 @@ def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFu
     if _find(executor.folder.path, None) is None:
         return None
     cell = Cell(background=True)
-    played = _recorded(executor, None, cell, stage=executor.stage)
-    played.play()
-    if played.over or not executor.connection.alive:
-        played.finish()
-        executor.note_held(played)
+    replayer = _recorded(executor, None, cell, relays=executor.relays)
+    replayer.replay()
+    if replayer.over or not executor.connection.alive:
+        replayer.finish()
+        executor.note_held(replayer)
         return None
-    shown = executor.shown.setdefault(played.head["token"], threading.Event())
-    carry_out = functools.partial(_follow, executor, played, cell)
-    future = futures.in_background(carry_out, Parcel(b"", [], []), lock, played.what)
+    shown = executor.shown.setdefault(replayer.head["token"], threading.Event())
+    carry_out = functools.partial(_follow, executor, replayer, cell)
+    future = futures.in_background(carry_out, Parcel(b"", [], []), lock, replayer.what)
     future.add_done_callback(lambda _: shown.set())  # it may be canceled before its turn
     return future
 
 
-def _follow(executor: NamedExecutor, played: Played, cell: Cell, stop: futures.Stop) -> Any:
+def _follow(executor: NamedExecutor, replayer: Replayer, cell: Cell, stop: futures.Stop) -> Any:
     try:
-        executor.follow(played, played.head["token"], stop)
-        return _outcome(executor, played)
+        executor.follow(replayer, replayer.head["token"], stop)
+        return _outcome(executor, replayer)
     except KeyboardInterrupt:
         raise
     except BaseException as exc:
-        cell.notice(f"{played.what} failed: {summary(exc)}. result() raises it, with its traceback")
+        cell.notice(f"{replayer.what} failed: {summary(exc)}. result() raises it, with its traceback")
         raise
 
 
-def _outcome(executor: NamedExecutor, played: Played) -> Any:
-    values = executor.outcome(played)
-    return values if played.head["everyone"] else values[0]
+def _outcome(executor: NamedExecutor, replayer: Replayer) -> Any:
+    values = executor.outcome(replayer)
+    return values if replayer.head["everyone"] else values[0]
 
 
 def _recorded(
-    executor: NamedExecutor, call: int | None, cell: Cell | None = None, *how: Any, stage: Stage | None = None
-) -> Played:
+    executor: NamedExecutor, call: int | None, cell: Cell | None = None, *how: Any, relays: Relays | None = None
+) -> Replayer:
     found = _find(executor.folder.path, call)
     if found is None:
         which = "call" if call is None else f"call number {call}"
         raise NbdistError(f"there is no {which} in the journal of the session {executor.folder.name!r}")
     start, head = found
-    stage = stage or Stage(lambda *said: False, lambda: None)
+    relays = relays or Relays(lambda *said: False, lambda: None)
     reader = Reader(executor.folder.path, start)
-    return Played(stage, reader, cell, lambda one: one["call"] == head["call"], *how)
+    return Replayer(relays, reader, cell, lambda one: one["call"] == head["call"], *how)
 
 
 def _find(folder: str, call: int | None) -> tuple[int, Mapping[str, Any]] | None:
@@ -99,7 +99,7 @@ def _find(folder: str, call: int | None) -> tuple[int, Mapping[str, Any]] | None
         heads = [
             record.head
             for record in _records(path(folder, number))
-            if record.kind == "begin" and record.head["act"] == "call"
+            if record.kind == "begin" and record.head["action"] == "call"
             if call in (None, record.head["number"])
         ]
         if heads:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...system.search_path import search_path, shadowed, working_folder
-from ...wire.messages import Header, Setting
+from ...engines.contract import EngineOptions
+from ...engines.origin import Origin
+from ...wire.messages import Header
 from ..calls.group import Layout
 
 
@@ -20,16 +19,18 @@ class Spec(NamedTuple):
     start: str
     keep: int
     idle: float
-    notebook: bool
-    """True if the ranks work for a notebook."""
-    setting: Setting
+    engine: str | EngineOptions
+    opened_by: Mapping[str, str]
+    """The variables that `Engine.lend` has returned."""
+    origin: Origin | None
+    """The state of the process that makes the session; None where it is not known."""
     executor: Mapping[str, Any]
     """Further arguments of `Executor`."""
     options: Mapping[str, Any]
     """Arguments of `Session`, for those who attach."""
 
 
-class Act(NamedTuple):
+class Action(NamedTuple):
     """An action of a keeper's ranks: a call, or another one that takes turns with calls."""
 
     kind: str
@@ -49,9 +50,3 @@ class Act(NamedTuple):
     once: bool = False
     originals: Sequence[tuple[str, str]] = ()
     """Module and qualified name of each object that was sent by number."""
-
-
-def own_setting() -> Setting:
-    """Return the state of this process that fresh ranks take over."""
-    path = tuple(search_path())
-    return Setting(dict(os.environ), working_folder(), path, tuple(sys.argv), standard=shadowed(path))

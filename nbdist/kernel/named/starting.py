@@ -7,7 +7,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from ...engines import resolve
+from ...engines import in_use
+from ...engines.contract import Engine
+from ...engines.origin import here
 from ...errors import NbdistError
 from ...notebook.shell import kernel_shell
 from ...system import interpreter
@@ -17,54 +19,58 @@ from ...wire.session_folder import SessionFolder
 from ..calls.group import Layout
 from ..options import SessionOptions
 from .executor import KeeperEngine, NamedExecutor
-from .spec import Spec, own_setting
+from .spec import Spec
+
+#: Descriptors in one message: the system takes 253.
+_FDS = 99
 
 
 def check_engine(name: str, engine: Any) -> None:
-    """Raise `ValueError` for an engine whose ranks end with the process that started them."""
-    if type(engine) is not type(resolve("local")):
+    """Raise `ValueError` for an engine that cannot start ranks for another process than its own."""
+    if not hasattr(engine, "origin"):
         raise ValueError(
-            f"name must be None for ranks that are not on this machine, got {name!r}: only engine='local' keeps ranks "
-            f"without the notebook"
+            f"name must be None for ranks of {type(engine).__name__}, got {name!r}: it has no `origin`, which an "
+            f"engine needs for ranks that outlive the notebook (see nbdist.engines.contract)"
         )
 
 
-def start(options: SessionOptions, layout: Layout, engine: Any) -> tuple[NamedExecutor, KeeperEngine]:
+def start(options: SessionOptions, layout: Layout, engine: Engine) -> tuple[NamedExecutor, KeeperEngine]:
     """Start a keeper for a session with these options, and return what stands for its executor and engine here.
 
     Raises:
         NbdistError: There is a session of this name, or its keeper could not start.
     """
     assert options.name is not None
+    variables, lent = engine.lend()
     spec = Spec(
         layout=layout,
         env=dict(options.env or {}),
         start=options.start,
         keep=options.keep,
         idle=options.idle,
-        notebook=kernel_shell() is not None,
-        setting=own_setting(),
+        engine=in_use() if options.engine is None else options.engine,
+        opened_by=variables,
+        origin=here(),
         executor=options.for_executor(),
         options=dict(vars(options)),
     )
     folder = SessionFolder(options.name)
-    _start_keeper(folder, spec)
+    _start_keeper(folder, spec, lent)
     executor = NamedExecutor(folder, spec)
-    return executor, KeeperEngine(engine, executor.connection.send)
+    return executor, KeeperEngine(executor.connection.send)
 
 
 def find(folder: SessionFolder) -> tuple[SessionOptions, NamedExecutor, KeeperEngine]:
     """Return the options of the session of a folder, and its executor and engine; the keeper may have ended."""
     about = folder.about()
     layout = Layout(about.get("devices", ["cpu"]), "gloo", {}, None, {}, None)
-    spec = Spec(layout, {}, "forkserver", 0, 0.0, False, own_setting(), SessionOptions().for_executor(), {})
+    spec = Spec(layout, {}, "forkserver", 0, 0.0, "local", {}, None, SessionOptions().for_executor(), {})
     executor = NamedExecutor(folder, spec)
     if not folder.other_version():
         with contextlib.suppress(NbdistError):
             spec = executor.connection.ask("spec")
             executor.use(spec)
-    engine = KeeperEngine(resolve("local", spec.env, spec.start), executor.connection.send)
-    return SessionOptions(**{"name": folder.name, **spec.options}), executor, engine
+    return SessionOptions(**{"name": folder.name, **spec.options}), executor, KeeperEngine(executor.connection.send)
 
 
 class _NewKeeper:
@@ -87,10 +93,13 @@ class _NewKeeper:
         """Have its fork server import modules, and torch."""
         self._channel.send(("warm", list(modules), kernel_shell() is not None))
 
-    def keep(self, name: str, spec: Spec) -> None:
-        """Have it keep a session. Raises `NbdistError` where it cannot, `OSError` or `EOFError` where it is gone."""
+    def keep(self, name: str, spec: Spec, lent: Sequence[int]) -> None:
+        """Have it keep a session, and hold the descriptors `lent`. Raises `NbdistError` where it cannot, `OSError` or
+        `EOFError` where it is gone."""
         self._process.wait()  # it has forked the keeper
         with contextlib.closing(self._channel.sock):
+            for start in range(0, len(lent), _FDS):
+                self._channel.send(("hold",), fds=lent[start : start + _FDS])
             self._channel.send(("keep", name, spec))
             (kind, *why), _, _ = self._channel.receive()
         if kind != "ready":
@@ -112,7 +121,7 @@ def warm(modules: Sequence[str]) -> None:
         _ready[0].warm(modules)
 
 
-def _start_keeper(folder: SessionFolder, spec: Spec) -> None:
+def _start_keeper(folder: SessionFolder, spec: Spec, lent: Sequence[int]) -> None:
     """Start the keeper of a session. Raises `NbdistError` where there is a session of this name."""
     try:
         folder.make()
@@ -122,9 +131,9 @@ def _start_keeper(folder: SessionFolder, spec: Spec) -> None:
     try:
         if _ready:
             with contextlib.suppress(EOFError, ConnectionError):  # it was killed
-                _ready.pop().keep(folder.name, spec)
+                _ready.pop().keep(folder.name, spec, lent)
                 return
-        _NewKeeper().keep(folder.name, spec)
+        _NewKeeper().keep(folder.name, spec, lent)
     except BaseException as exc:
         folder.remove()
         if isinstance(exc, (EOFError, ConnectionError)):

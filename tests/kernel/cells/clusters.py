@@ -49,6 +49,12 @@ def pump(source, target):
     target.shutdown(socket.SHUT_WR)
 
 
+def end_with_input():
+    sys.stdin.read()
+    os._exit(0)
+
+
+threading.Thread(target=end_with_input, daemon=True).start()
 _, port, ip, there = forward.split(":")
 server = socket.create_server(("127.0.0.1", int(port)))
 while True:

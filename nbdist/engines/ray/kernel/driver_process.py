@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ....deaths import lost_connection
@@ -224,6 +224,8 @@ _lock = threading.RLock()  # ranks without a reference are given up at any time,
 _idle: dict[tuple[int, str, int, bool], list[DriverProcess]] = {}  # by process, options, number of ranks, tasks
 #: By address: the variables that open a Ray which was started from here.
 opened_by: dict[str, Mapping[str, str]] = {}
+#: By address of a Ray that ends with this process: returns the descriptors by which another process can keep it.
+kept_by: dict[str, Callable[[], Sequence[int]]] = {}
 #: By process: a Ray of its own, its address, and its token.
 private_rays: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}
 

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import psutil
-
 from ....errors import NbdistError
-from ....notebook.shell import kernel_shell
 from ....system.connections import Address, Connection
 from ....system.limits import allow_open_files
 from ....system.processes import register_after_fork
-from ....system.search_path import search_path, working_folder
 from ....wire.messages import NOTICES, Setting, Slot
 from ....wire.parcel import Parcel
 from ....wire.protocol import ToRank
 from ....wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, RendezvousAddress
+from ... import origin
 from ...contract import Exit, OnOutput, drop
+from ...origin import Origin
 from ..node.agent import Node
 from ..options import RayOptions
+from . import driver_process
 from .driver_process import ANSWER, DriverProcess, acquire
 from .inbox import Inbox, InboxListener
 
@@ -50,6 +47,7 @@ class RayEngine:
             raise NbdistError('a Ray cluster needs Ray here, too: pip install "nbdist[ray]"')
         self._options, self._env = options, dict(env or {})
         self._modules: dict[str, None] = {}
+        self.origin: Callable[[], Origin] = origin.here
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         gpus = "cuda" if self._options.gpus else "cpu"
@@ -72,7 +70,7 @@ class RayEngine:
         taken: list[DriverProcess] = []
         try:
             acquire(self._options, count, notice, taken, **about)
-            return RayRanks(taken[0], modules, self._env)
+            return RayRanks(taken[0], modules, self._env, self.origin)
         except BaseException:  # an interrupt, too: nothing else would give the room back
             for driver in taken:
                 driver.stop(at_once=True)
@@ -85,6 +83,18 @@ class RayEngine:
 
     def idle(self, seconds: float) -> None:
         """Do nothing: `RayOptions.linger` sets how long idle processes stay on the nodes."""
+
+    def lend(self) -> tuple[Mapping[str, str], Sequence[int]]:
+        address = self._options.address or ""
+        lend = driver_process.kept_by.get(address)
+        return driver_process.opened_by.get(address, {}), () if lend is None else lend()
+
+    def borrow(self, variables: Mapping[str, str]) -> None:
+        if self._options.address is not None:
+            driver_process.opened_by[self._options.address] = variables
+
+    def release(self) -> None:
+        driver_process.release()
 
 
 def make(options: RayOptions | None, env: Mapping[str, str] | None, start: str) -> RayEngine:
@@ -100,8 +110,10 @@ class RayRanks:
     takes_descriptors = False
     patience = 30.0  # Ray needs as long to be sure that a node is lost which just does not answer
 
-    def __init__(self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        self.driver = driver
+    def __init__(
+        self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str], of: Callable[[], Origin]
+    ) -> None:
+        self.driver, self._origin = driver, of
         self._several = len(driver.counts) > 1
         self._rendezvous = 0  # how many there were: the agent distinguishes a repeated question from the next
         self._gathered: list[_Sent] | None = None
@@ -110,7 +122,8 @@ class RayRanks:
         self._last_logs: dict[int, str] = {}
         self._inbox = Inbox(driver)
         try:
-            surroundings = search_path(), working_folder(), modules, kernel_shell() is not None
+            found = of()
+            surroundings = list(found.path), found.cwd, modules, found.notebook
             nodes = driver.request("start", *surroundings, {**self.inherited(), **env})
             if not isinstance(nodes, list):
                 raise NbdistError(nodes or f"the ranks could not be started: the cluster {driver.why_gone()}")
@@ -208,11 +221,11 @@ class RayRanks:
 
     def inherited(self) -> Mapping[str, str]:
         """Return the variables that the notebook has set since its start; all others belong to its machine."""
-        started_with = psutil.Process().environ()
+        found = self._origin()
         return {
-            name: value
-            for name, value in os.environ.items()
-            if started_with.get(name) != value and not name.startswith("RAY_") and self._may_have(name)
+            name: found.environ[name]
+            for name in sorted(found.changed)
+            if not name.startswith("RAY_") and self._may_have(name)
         }
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
@@ -223,7 +236,7 @@ class RayRanks:
         if number not in known:  # all ranks of a node find the same
             own = {name: value for name, value in node.environ.items() if self._may_have(name)}
             variables = {**own, **environ, NOTICES: "1"}
-            known[number] = Setting(variables, node.cwd, node.path, tuple(sys.argv))
+            known[number] = Setting(variables, node.cwd, node.path, self._origin().argv)
         return known[number]
 
     def rendezvous(self) -> _RemoteRendezvous:

@@ -87,6 +87,8 @@ class Machines:
         self._last = [collections.deque[str](maxlen=10) for _ in commands]  # lines of other output
         self.address = ""
         self._tunnel: subprocess.Popen[str] | None = None
+        self.lent = False
+        """True if a process has got what keeps the machines after the end of this one."""
         process.check_token_support()
         token = process.token_variables(secrets.token_hex(32))
         config = {
@@ -108,7 +110,7 @@ class Machines:
             if tunnel is not None:
                 ip, port = "127.0.0.1", self._dig(tunnel, f"{ip}:{port}", wait)
             self.address = f"ray://{ip}:{port}"
-            process.opened_by[self.address] = token
+            process.opened_by[self.address], process.kept_by[self.address] = token, self._lend
         except BaseException:
             self.close()
             raise
@@ -221,16 +223,36 @@ class Machines:
         """Return whether all commands are running."""
         return bool(self._processes) and all(one.poll() is None for one in self._processes)
 
-    def close(self) -> None:
-        """End Ray on all machines."""
+    def _lend(self) -> list[int]:
+        """Return the descriptors by which another process keeps the machines after the end of this one."""
+        self.lent = True
+        streams = [stream for one in self._processes for stream in (one.stdin, one.stdout, one.stderr)]
+        return [stream.fileno() for stream in streams if stream is not None]
+
+    def leave(self) -> None:
+        """End the hold of this process on the machines: Ray on them goes on while another process keeps them."""
+        processes, self._processes = self._processes, []
+        self._let_go(processes)
+
+    def _let_go(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         process.release_at(self.address)
         process.opened_by.pop(self.address, None)
-        processes, self._processes = self._processes, []
+        process.kept_by.pop(self.address, None)
         for one in processes:
             assert one.stdin is not None
             with contextlib.suppress(OSError):
                 one.stdin.close()
-        if self._tunnel is not None:  # which does not look at its input
+
+    def close(self) -> None:
+        """End Ray on all machines, also where another process keeps them."""
+        processes, self._processes = self._processes, []
+        for one in processes:
+            assert one.stdin is not None
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                one.stdin.write("\n")
+                one.stdin.flush()
+        self._let_go(processes)
+        if self._tunnel is not None:
             self._tunnel.terminate()
         deadline = time.monotonic() + GRACE
         for one in processes:
@@ -258,7 +280,8 @@ def by_ssh(hosts: Sequence[str], options: Sequence[str], **about: Any) -> Machin
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", *options]
 
     def tunnel(port: int, address: str) -> Sequence[str]:
-        return [*ssh, "-N", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{port}:{address}", hosts[0]]
+        forward = ["-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{port}:{address}"]
+        return [*ssh, *forward, hosts[0], "cat"]  # it ends with its input; with -N it would outlive this process
 
     return Machines([(host, [*ssh, host]) for host in hosts], len(hosts), tunnel=tunnel, **about)
 

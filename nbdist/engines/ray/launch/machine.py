@@ -27,7 +27,7 @@ MARK = "nbdist:"
 
 
 def main(config: dict[str, Any]) -> None:
-    """Run a Ray node until standard input ends.
+    """Run a Ray node until standard input ends, or has an empty line.
 
     Args:
         config: `number`, 0 for the head, unless Slurm gives one; `versions` that there have to be; `gpus`; `env` for
@@ -77,7 +77,7 @@ def main(config: dict[str, Any]) -> None:
     session = os.path.join(sessions(config["folder"]), "session_latest")
     threading.Thread(target=_watch, args=(ray, ports, session, number, about, lines), daemon=True).start()
     try:
-        while lines.get():  # a head gets its own line, too
+        while lines.get().strip():  # a head gets its own line, too
             pass
     finally:
         _end(ray, config["folder"])

@@ -1,4 +1,4 @@
-"""Plays the journal of a named session in a cell: what was written is shown as if the ranks wrote it now."""
+"""Replays the journal of a named session in a cell: what was written is shown as if the ranks wrote it now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..calls.waiting import AT_A_TIME
 from ..cell.cell import Cell
 from ..cell.comms import Page
 from ..cell.relay import Relay
-from .connection import Bell, Connection
+from .connection import Connection, Wakeup
 
 
 class _Ranks:
@@ -32,8 +32,10 @@ class _Ranks:
         """All that a rank has written is in the journal."""
 
 
-class Stage:
-    """The relays through which the journal is played: a new one for each group of ranks, as their widgets are.
+class Relays:
+    """The relays through which the journal is replayed: a new one for each group of ranks, as their widgets are.
+
+    Attributes: `relay`, of the last group; `ranks`, how many it has.
 
     Args:
         deliver_widget_event: Passes a change of a widget in the page on, as `Ranks.deliver_widget_event` does.
@@ -42,14 +44,14 @@ class Stage:
 
     def __init__(self, deliver_widget_event: Callable[..., bool], between: Callable[[], Any]) -> None:
         self._deliver_widget_event, self._between = deliver_widget_event, between
-        self._group = 0
+        self._group = self.ranks = 0
         self.relay: Relay | None = None
 
     def enter(self, head: Any) -> bool:
         """Have a relay for the ranks that a record names; return whether it is a new one."""
         if not head["ranks"] or head["group"] == self._group:
             return False
-        self._group = head["group"]
+        self._group, self.ranks = head["group"], head["ranks"]
         self.close()
         self.relay = Relay(_Ranks(head["ranks"], self._deliver_widget_event))  # type: ignore[arg-type]
         self.relay.comms.between = self._between
@@ -61,14 +63,14 @@ class Stage:
             self.relay.comms.close()
 
 
-class Played:
-    """A call, or another act, of a journal: its records are played in a cell until its end.
+class Replayer:
+    """A call, or another action, of a journal: its records are replayed in a cell until its end.
 
     Attributes: `head`, of its beginning; None before that. `buffers`, those that came with it. `values`, the records
     of what ranks have returned. `raised`, the record of its exception. `over`, whether its end was seen.
 
     Args:
-        stage: Where it is played.
+        relays: Where it is replayed.
         reader: Reads the journal from before its beginning.
         cell: Where it is shown. None: it is not shown.
         is_own: Whether the head of a "begin" is its own.
@@ -77,14 +79,14 @@ class Played:
 
     def __init__(
         self,
-        stage: Stage,
+        relays: Relays,
         reader: Reader,
         cell: Cell | None,
         is_own: Callable[[Any], bool],
         output: str | None = None,
         lines: int | str | None = "as made",
     ) -> None:
-        self._stage, self._reader, self._cell, self._is_own = stage, reader, cell, is_own
+        self._relays, self._reader, self._cell, self._is_own = relays, reader, cell, is_own
         self._output, self._lines = output, lines
         self.head: Any = None
         self.buffers: Sequence[Any] = ()
@@ -102,10 +104,10 @@ class Played:
     @property
     def relay(self) -> Relay | None:
         """The relay through which the output goes, if it is shown."""
-        return None if self._cell is None else self._stage.relay
+        return None if self._cell is None else self._relays.relay
 
-    def play(self) -> None:
-        """Play what there is."""
+    def replay(self) -> None:
+        """Replay what there is."""
         with deferred_interrupts():  # a record that was read and not shown would be lost
             for record in _joined(self._reader.read()):
                 self._take(record)
@@ -116,9 +118,9 @@ class Played:
         head, kind = record.head, record.kind
         if kind == "begin" and self.head is None and self._is_own(head):
             self.head, self.buffers = head, record.buffers
-            self._stage.enter(head)
+            self._relays.enter(head)
             self._begin()
-        elif kind == "ranks" and self._stage.enter(head) and self.head is not None:
+        elif kind == "ranks" and self._relays.enter(head) and self.head is not None:
             self._begin()
         elif self.head is not None and head.get("call", self.head["call"]) == self.head["call"]:
             self._take_own(kind, head, record)
@@ -162,7 +164,7 @@ class Played:
 
 
 def follow(
-    played: Played,
+    replayer: Replayer,
     connection: Connection,
     stop: Stop | None = None,
     *,
@@ -170,33 +172,33 @@ def follow(
     asks: Callable[[Record], None] = lambda question: None,
     on_interrupt: Callable[[], None] | None = None,
 ) -> None:
-    """Play a call until it ends, or its keeper does, or the `deadline` (of `time.monotonic`) is over.
+    """Replay a call until it ends, or its keeper does, or the `deadline` (of `time.monotonic`) is over.
 
     Args:
-        played: The call.
-        connection: Gives what rings when there is more of it.
+        replayer: The call.
+        connection: Gives what wakes it when there is more of it.
         stop: Lets another thread interrupt it.
         asks: Has the user answer a question of a rank.
         on_interrupt: Passes an interrupt of the user, or of the other thread, on. None: it is raised.
     """
     page: Page | None = None
-    with connection.bell() as bell:
-        alive = bell is not None
+    with connection.wakeup() as wakeup:
+        alive = wakeup is not None
         while True:
             try:
-                played.play()
-                if played.over or not alive or time.monotonic() > deadline:
+                replayer.replay()
+                if replayer.over or not alive or time.monotonic() > deadline:
                     break
-                if played.prompt is not None:
-                    question, played.prompt = played.prompt, None
+                if replayer.prompt is not None:
+                    question, replayer.prompt = replayer.prompt, None
                     asks(question)
-                relay = played.relay
+                relay = replayer.relay
                 if relay is not None:
                     page = page or Page(relay.comms, foreground=stop is None)
                     relay.show_unfinished()
                     page.look()
                 left = min(AT_A_TIME, max(0.0, deadline - time.monotonic()))
-                alive = _wait(bell, stop, left if page is None else page.soon(left))
+                alive = _wait(wakeup, stop, left if page is None else page.soon(left))
             except KeyboardInterrupt:
                 if on_interrupt is None:
                     raise
@@ -205,11 +207,11 @@ def follow(
         page.close()
 
 
-def _wait(bell: Bell | None, stop: Stop | None, seconds: float) -> bool:
+def _wait(wakeup: Wakeup | None, stop: Stop | None, seconds: float) -> bool:
     """Wait until the journal has grown; return whether the keeper lives. Raises `KeyboardInterrupt` for a stop."""
-    assert bell is not None
+    assert wakeup is not None
     poll = select.poll()
-    poll.register(bell, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
     if stop is not None:
         poll.register(stop.fd, select.POLLIN)
     with interruptible():
@@ -217,7 +219,7 @@ def _wait(bell: Bell | None, stop: Stop | None, seconds: float) -> bool:
     if stop is not None and stop.fd in ready:
         os.read(stop.fd, 1)
         raise KeyboardInterrupt
-    return bell.answer() if bell.fileno() in ready else True
+    return wakeup.answer() if wakeup.fileno() in ready else True
 
 
 def _joined(records: Iterable[Record]) -> Iterable[Record]:

@@ -1,0 +1,217 @@
+"""The actions of a keeper's ranks: calls, and the other things that take turns with calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..capture.call import Call
+from ..errors import RemoteTraceback, text_of
+from ..kernel.calls.executor import Request
+from ..kernel.calls.futures import FairLock, Stop, Ticket
+from ..kernel.calls.outcomes import Unread, UnreadOutcome
+from ..kernel.named.spec import Action
+from ..notebook.shell import label_cells
+from ..wire.parcel import Parcel
+from .executor import JournalCell, KeptExecutor
+from .writing import Journal
+
+#: Bytes of a call that the journal keeps, so that another process can read values that refer to what came with it.
+_CALL_KEPT = 16 << 20
+
+
+class _Turn:
+    """An action that waits for its turn, or runs."""
+
+    def __init__(
+        self,
+        token: str,
+        action: Action,
+        parcel: Parcel,
+        cell: JournalCell,
+        ticket: Ticket,
+        will_wait: Callable[[], None],
+    ) -> None:
+        self.token, self.action, self.parcel, self.cell, self.ticket = token, action, parcel, cell, ticket
+        self.will_wait = will_wait
+        self.stop: Stop | None = None
+        """The way to stop it, while it runs."""
+        self.dropped = False
+        """True if it was stopped before it had begun."""
+
+
+class Actions:
+    """Carries out actions, one at a time, and notes in the journal what becomes of them.
+
+    Attributes: `lock`, whose turns they have. `running`, the token and the name of the one that runs. `held`, values
+    that the disk had no room for, by call and rank. `last`, the number of the last call; `taken`, whether somebody
+    has taken its outcome. `used`, when the last one was over. `present`, the tokens of those whose clients are there.
+    """
+
+    def __init__(self, executor: KeptExecutor, journal: Journal) -> None:
+        self._executor, self._journal = executor, journal
+        self.lock = FairLock()
+        self._turns: dict[str, _Turn] = {}  # by token
+        self._stop: Stop | None = None  # for the next action: a new one is made after it was used
+        self._stopping = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._calls = 0
+        self.running = "", ""
+        self.held: dict[tuple[int, int], UnreadOutcome] = {}
+        self.last, self.taken = 0, True
+        self._token = ""  # of the last call
+        self.used = time.monotonic()
+        self.present: set[str] = set()
+
+    def queue(
+        self, token: str, action: Action, parcel: Parcel | None, will_wait: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Put an action into the queue, and return what waits for its turn and carries it out.
+
+        Only a call has a `parcel`. `will_wait` is called before the first wait that may take long.
+        """
+        if self.lock.busy() or action.kind != "call":
+            will_wait()
+        cell = JournalCell(self._journal, asks=action.asks)
+        turn = _Turn(token, action, parcel or Parcel(b"", [], []), cell, self.lock.draw(), will_wait)
+        self._turns[token] = turn
+        return functools.partial(self._take, turn)
+
+    def _take(self, turn: _Turn) -> None:
+        with contextlib.closing(turn.parcel):
+            self.lock.in_turn(functools.partial(self._begin, turn), turn.ticket)
+
+    def _begin(self, turn: _Turn) -> None:
+        with self._stopping:
+            if turn.dropped:
+                return
+            turn.stop = self._stop = self._stop or Stop()
+        self._executor.will_wait = turn.will_wait
+        try:
+            self._do(turn, turn.stop)
+        finally:
+            self._turns.pop(turn.token, None)
+            with self._stopping:
+                stop, turn.stop = turn.stop, None
+            if stop is not self._stop:
+                stop.close()
+
+    def stop(self, token: str) -> None:
+        """Interrupt an action, or have it not begin."""
+        turn = self._turns.get(token)
+        if turn is None:
+            return
+        with self._stopping:
+            if turn.cell.asking:
+                turn.cell.answers.put(KeyboardInterrupt())
+            elif turn.stop is not None:
+                turn.stop.ask()
+                self._stop = None
+            elif self._turns.pop(token, None) is not None:  # it has not begun, and never will
+                turn.dropped = True
+                number = next(self._numbers)
+                self._note_begin(number, token, turn.action._replace(kind="stopped"), Parcel(b"", [], []))
+                self._note_error(number, KeyboardInterrupt("stopped before any rank had got the call: nothing is lost"))
+
+    def stop_all(self) -> None:
+        """Interrupt all actions."""
+        for token in list(self._turns):
+            self.stop(token)
+
+    def answer(self, token: str, line: str | None) -> None:
+        """Pass on what was typed; None: nothing can be typed any more."""
+        turn = self._turns.get(token)
+        if turn is not None and turn.cell.asking:
+            turn.cell.answers.put(line)
+
+    def look(self) -> None:
+        """Count an outcome as taken when the client of the last call is there a second after that."""
+        if not self.taken and not self.lock.busy() and time.monotonic() > self.used + 1.0:
+            self.taken = self._token in self.present
+
+    def take(self, call: int) -> None:
+        """Note that a client has taken the outcome of a call."""
+        self.taken = self.taken or call == self.last
+
+    def leave_alone(self, token: str) -> None:
+        """The client that has asked for an action is gone: nothing can be typed for it."""
+        turn = self._turns.get(token)
+        if turn is not None:
+            turn.cell.takes_input = False
+            self.answer(token, None)
+
+    def _do(self, turn: _Turn, stop: Stop) -> None:
+        number, token, action = next(self._numbers), turn.token, turn.action
+        turn.cell.call = number
+        self.running = token, action.what
+        if action.kind == "call":
+            self._calls, self.last, self.taken, self._token = self._calls + 1, number, False, token
+            self.held.clear()
+        self._note_begin(number, token, action, turn.parcel)
+        try:
+            values = self._carry_out(turn, stop)
+            for rank, value in values:
+                assert value.pickled is not None
+                if not self._journal.keep_value(number, rank, value.pickled, value.views):
+                    self.held[number, rank] = value
+        except BaseException as exc:
+            self._note_error(number, exc)
+        else:
+            self._journal.append("end", {"call": number, "state": "returned", "time": time.time()})
+        finally:
+            self.running, self.used = ("", ""), time.monotonic()
+
+    def _carry_out(self, turn: _Turn, stop: Stop) -> list[tuple[int, UnreadOutcome]]:
+        action, cell = turn.action, turn.cell
+        others: dict[str, Callable[..., None]] = {
+            "debug": functools.partial(self._executor.debug, stop=stop),
+            "widget": self._executor.deliver_widget_event,
+            "empty_cache": self._executor.empty_cache,
+            "restart": self._executor.restart,
+        }
+        if action.kind != "call":
+            others[action.kind](*action.values, cell=cell)
+            return []
+        assert action.header is not None
+        label_cells(action.header.cells)
+        call = Call(action.header, turn.parcel, Unread(), set(), set())
+        request = Request(call, action.seeds, action.targets, action.everyone, "none", None, action.what, action.once)
+        values = self._executor.carry_out(request, cell, stop)
+        ranks = action.targets or range(len(values))
+        return [(rank, value) for rank, value in zip(ranks, values, strict=False) if value is not None]
+
+    def _note_begin(self, number: int, token: str, action: Action, parcel: Parcel) -> None:
+        head = {"call": number, "number": self._calls, "token": token, "action": action.kind, "what": action.what}
+        head |= {"time": time.time(), "output": action.output, "lines": action.lines, "everyone": action.everyone}
+        head |= {"originals": action.originals, "first": action.targets[0] if action.targets else 0}
+        head |= self._executor.ranks()
+        buffers: list[bytes] = []
+        if action.originals and parcel.size <= _CALL_KEPT:
+            buffers = [] if parcel.inline is None else [parcel.inline]
+            buffers += [os.pread(parcel.segments[span.segment].fd, span.size, span.start) for span in parcel.spans]
+        self._journal.append_soon("begin", head, *buffers)
+
+    def _note_error(self, number: int, exc: BaseException) -> None:
+        head: dict[str, Any] = {"call": number, "type": type(exc).__name__, "text": text_of(exc)}
+        head["held"] = self._executor.raised()
+        buffers: list[bytes | memoryview] = []
+        remote = exc.__cause__
+        if isinstance(remote, RemoteTraceback) and isinstance(remote.unread, UnreadOutcome):
+            unread = remote.unread
+            head |= {"rank": remote.rank, "pid": remote.pid, "plain": remote.text, "rendered": remote.rendered}
+            head |= {"others": remote.others, "hints": remote.hints, "inside": remote.inside}
+            head["spare"] = len(unread.spare)
+            buffers = [*unread.spare, *([] if unread.pickled is None else [unread.pickled, *unread.views])]
+        else:
+            exc.__cause__ = exc.__context__ = exc.__traceback__ = None
+            with contextlib.suppress(Exception):
+                buffers = [pickle.dumps(exc)]
+        self._journal.append("raised", head, *buffers, wake=False)
+        self._journal.append("end", {"call": number, "state": "raised", "time": time.time()})

@@ -1,0 +1,83 @@
+"""A client of a keeper: what it asks for is done."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..kernel.named.spec import Action
+from ..wire.channel import Channel
+from ..wire.parcel import Parcel
+from .actions import Actions
+
+
+class Client:
+    """The connection of a client, which several threads serve: one at a time reads, and an action is carried out by the
+    thread that has read it. To hand it to another one would take longer than a short call.
+
+    Args:
+        connection: The connection, whose other end is a process of the same user.
+        actions: The actions of the keeper.
+        requests: By the kind of a message, the function that does what it asks for.
+        answer: Returns the answer to a question, and its parcel.
+        wake_later: Takes the connection of a client that wants to be woken.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        actions: Actions,
+        requests: Mapping[str, Callable[..., None]],
+        answer: Callable[..., tuple[Any, Parcel | None]],
+        wake_later: Callable[[socket.socket], None],
+    ) -> None:
+        self._channel, self._actions, self._requests = Channel(connection), actions, requests
+        self._answer, self._wake_later = answer, wake_later
+        self._tokens: set[str] = set()  # of its actions
+        self._reading = threading.Lock()
+        self._spare = False  # whether a thread waits to read
+
+    def serve(self) -> None:
+        """Do what the client asks for, until it is gone or another thread goes on."""
+        while not self._spare:
+            self._spare = True
+            with contextlib.ExitStack() as reading:
+                reading.enter_context(self._reading)
+                self._spare = False
+                work = self._next(reading.close)
+                if work is None:
+                    return
+                if not self._spare:
+                    threading.Thread(target=self.serve, daemon=True).start()
+                work()
+
+    def _next(self, hand_over: Callable[[], None]) -> Callable[[], None] | None:
+        """Do what the client asks for, up to an action; return what carries that out, or None if the client is gone.
+
+        `hand_over` lets another thread read.
+        """
+        try:
+            while True:
+                (kind, *values), parcel, _ = self._channel.receive()
+                if kind == "action":
+                    self._tokens.add(values[0])
+                    self._actions.present.add(values[0])
+                    return self._actions.queue(values[0], Action(*values[1:]), parcel, hand_over)
+                if kind == "wakeup":
+                    self._wake_later(self._channel.sock)
+                    return None
+                if kind == "ask":
+                    answer, parcel = self._answer(*values)
+                    self._channel.send(answer, parcel)
+                else:
+                    self._requests[kind](*values)
+        except (EOFError, OSError):
+            self._channel.sock.close()
+            self._actions.present -= self._tokens
+            for token in self._tokens:
+                self._actions.leave_alone(token)
+            self._tokens.clear()
+            return None
