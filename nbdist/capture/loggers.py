@@ -54,11 +54,18 @@ class Loggers:
         for name, level, disabled, propagate, filters, *handlers in rows:
             specs = [self._described[own] for own in handlers if own in self._described]
             if name.partition(".")[0] not in _KERNEL_LOGGERS:
-                specs = self._refusals.without(specs, lambda spec: f"the handler of logging {spec[0]!r}")
+                specs = self._refusals.without(specs, _place)
                 filters = self._refusals.without(filters, lambda one: f"the filter of logging {one!r}")
                 settings = level, disabled, propagate, specs, filters
                 if settings != (0, False, True, [], []):
                     self._read[name] = settings
+
+
+def _place(spec: tuple[Any, ...]) -> str:
+    """Return the name of a handler for a warning; empty if it has a formatter of a library, which sets it in ranks."""
+    formatter = spec[2]
+    of_library = not isinstance(formatter, (tuple, type(None))) and text(type(formatter), "__module__") != "__main__"
+    return "" if of_library else f"the handler of logging {spec[0]!r}"
 
 
 def own_filters(logger: logging.Logger) -> list[Any]:

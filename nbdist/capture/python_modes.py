@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .foreign import is_a, text
+
 #: Signals that neither nbdist nor Jupyter uses.
 _SIGNALS = [name for name in ("SIGUSR1", "SIGUSR2", "SIGALRM") if hasattr(signal, name)]
 
@@ -45,7 +47,9 @@ def _write_gc(value: tuple[bool, tuple[int, int, int]]) -> None:
 
 
 def _read_signals() -> dict[str, Any]:
-    return {name: found for name in _SIGNALS if (found := signal.getsignal(getattr(signal, name))) is not None}
+    """Return the handlers by the names of their signals, without handlers of libraries: these are for this process."""
+    found = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
+    return {name: one for name, one in found.items() if is_a(one, int) or text(one, "__module__") == "__main__"}
 
 
 def _write_signals(value: Mapping[str, Any]) -> None:

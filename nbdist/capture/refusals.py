@@ -22,14 +22,14 @@ class Refusals:
         self._named: set[str] = set()
 
     def without(self, found: list[T], place: Callable[[T], str]) -> list[T]:
-        """Return those that can be sent. `place` returns the name of one for the warning."""
+        """Return those that can be sent. `place` returns the name of one for the warning; empty: there is none."""
         if not found or not _why_not(found):
             return found
         return [one for one in found if not self._refuses(one, place)]
 
     def _refuses(self, one: T, place: Callable[[T], str]) -> bool:
         why = _why_not(one)
-        if why and (name := place(one)) not in self._named:
+        if why and (name := place(one)) and name not in self._named:
             self._named.add(name)
             warnings.warn(
                 f"{name}, which the notebook has set, is not set in the ranks: {why}. Set it inside the function.",

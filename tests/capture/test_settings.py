@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
+import signal
+import threading
+import warnings
+
 import pytest
 import torch
 from cells import cells
 from conftest import Cell, Kernel
+
+from nbdist.capture.settings import SettingsSender
 
 SETTINGS = cells("capture/cells/settings.py")
 
@@ -40,3 +48,32 @@ def test_default_settings_import_nothing_in_ranks(kernel: Kernel) -> None:
     kernel.ok("import sys, torch\nfrom nbdist import in_ddp")
     imported = kernel.ok("print(in_ddp(2, lambda: 'torch._inductor' in sys.modules))").text.strip()
     assert imported == str(torch.__version__.startswith("2.5."))  # which imports it itself
+
+
+def test_a_library_keeps_its_handlers_for_itself() -> None:
+    """A handler of a signal, and a formatter, that cannot be sent cost nothing else, and are not warned about."""
+
+    class Colored(logging.Formatter):
+        """A formatter that holds what cannot be pickled, as colorlog's does."""
+
+        lock = threading.Lock()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = threading.Lock()
+
+    Colored.__module__ = "colorlog"
+    handler, logger = logging.StreamHandler(), logging.getLogger("of.a.library")
+    handler.setFormatter(Colored())
+    before = signal.signal(signal.SIGUSR1, lambda *_: Colored.lock.acquire())
+    signal.getsignal(signal.SIGUSR1).__module__ = "pytest_timeout"  # type: ignore[union-attr]
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = SettingsSender().take()
+    finally:
+        logger.removeHandler(handler)
+        signal.signal(signal.SIGUSR1, before)
+    assert "SIGUSR1" not in pickle.loads(found["Python"])["signals"]
+    assert found["logging"]
