@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet  # another class than the builtin one in Python 3.10
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ class _Recording:
 
 def _failure(others: Future[Any] | None) -> BaseException | None:
     """Return what a rank has raised, if one has failed: then it left the collectives, and the kernel failed, too."""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(NotYet):
         return None if others is None else others.exception(_SOON)
     return None
 
