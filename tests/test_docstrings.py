@@ -36,7 +36,8 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", sorted(nbdist.fastai.__all__))
-def test_example_of_fastai(name: str) -> None:
+def test_example_of_fastai(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     obj = getattr(nbdist.fastai, name)
     check_example(f"nbdist.fastai.{name}", obj, {name: obj})
 

@@ -41,7 +41,7 @@ class RecordSteps(Callback):
         ...     learn = collab_learner(dls, n_factors=5, y_range=(0, 5.5), cbs=RecordSteps("learned"))
         ...     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
         ...         learn.fit_one_cycle(3, 5e-3)
-        >>> in_ddp.options(devices="cpu")(2, train, imports="from fastai.distributed import *")
+        >>> in_ddp.options(devices="cpu", imports="from fastai.distributed import *")(2, train)
         >>> replay_step("learned", train, step=11, rank=1, imports="from fastai.distributed import *")
         step 11 of rank 1: the result is the recorded one, bit for bit
     """

@@ -95,7 +95,19 @@ def replay_step(
         BaseException: What the step raises.
 
     Examples:
-        `Recording` has one.
+        >>> import torch
+        >>> from nbdist import Recording, in_ddp, replay_step
+        >>> def train():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     recording = Recording("steps", model, optimizer)
+        ...     for batch in recording.steps(torch.randn(4, 8, 2)):
+        ...         optimizer.zero_grad()
+        ...         model(batch).square().mean().backward()
+        ...         optimizer.step()
+        >>> in_ddp.options(devices="cpu")(1, train)
+        >>> replay_step("steps", train, step=3)
+        step 3 of rank 0: the result is the recorded one, bit for bit
     """
     check_platform()
     block, names = check_call(fn, imports, need)
