@@ -54,7 +54,7 @@ def test_ranks_that_leave_fastai_as_it_is() -> None:
 
 
 def test_public_names() -> None:
-    assert {name for name in dir(nbdist.fastai) if not name.startswith("_")} == {"fast", "patch_ranks"}
+    assert {name for name in dir(nbdist.fastai) if not name.startswith("_")} == {"RecordSteps", "fast", "patch_ranks"}
     assert nbdist.fastai.fast.__module__ == "nbdist.fastai.learners"
     with pytest.raises(AttributeError, match="no attribute 'fats'"):
         nbdist.fastai.fats  # noqa: B018
