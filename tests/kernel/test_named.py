@@ -154,7 +154,7 @@ def test_collectives(kept: Session) -> None:
     assert [one.kind for one in found.by_rank[1]][-3:] == ["barrier"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.long("more ends of keepers")
 def test_numbers_are_checked() -> None:
     def step() -> None:
         model = torch.nn.Linear(1, 1)
@@ -373,7 +373,7 @@ def test_close_ends_all_and_removes_the_folder() -> None:
     session.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long("more ends of keepers")
 def test_idle_sessions_end() -> None:
     """And leave an outcome that was not taken."""
     taken = Session(1, name="taken", idle=4, devices="cpu")
@@ -394,7 +394,7 @@ def test_idle_sessions_end() -> None:
     again.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long("more ends of keepers")
 def test_a_keeper_whose_folder_is_removed_ends() -> None:
     Session(1, name="removed", devices="cpu").run(int)
     processes = family("removed")
@@ -475,7 +475,7 @@ def test_a_killed_keeper(ended: Callable[[str], None], capsys: pytest.CaptureFix
     assert "killed" not in names()
 
 
-@pytest.mark.slow
+@pytest.mark.long("more ends of keepers")
 def test_a_machine_that_was_restarted(ended: Callable[[str], None]) -> None:
     Session(1, name="before", devices="cpu").run(rank_and_argument, 1)
     ended("before")
@@ -488,7 +488,7 @@ def test_a_machine_that_was_restarted(ended: Callable[[str], None]) -> None:
     session.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long("more ends of keepers")
 def test_a_terminated_keeper_says_so(ended: Callable[[str], None]) -> None:
     session = Session(1, name="ended", devices="cpu")
     session.run(rank_and_argument, 1)
