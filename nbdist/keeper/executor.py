@@ -73,10 +73,10 @@ class KeptExecutor(Executor):
             self._journal.append("ranks", self.ranks(), wake=False)
         return group
 
-    def _wait_for(self, group: Group, waiting: Waiting, interrupted: bool) -> list[Any]:
+    def _wait_for(self, group: Group, waiting: Waiting, raised: BaseException | None) -> list[Any]:
         self.will_wait()
         self._journal.flush(wake=True)  # the beginning of the call: clients read it while the ranks work
-        return super()._wait_for(group, waiting, interrupted)
+        return super()._wait_for(group, waiting, raised)
 
     def _output_of(self, relay: Relay, rank: int) -> tuple[int, bool, int | None]:
         return relay.number, True, None  # all of it, for the journal

@@ -120,3 +120,17 @@ def _left_by_half(frame: types.FrameType | None) -> str:
             return "saves a file"
         frame = frame.f_back
     return ""
+
+
+@contextlib.contextmanager
+def kept_grad_mode() -> Iterator[None]:
+    """After an interrupt, restore torch's mode of gradients: in the middle of `no_grad().__enter__` or `__exit__` it
+    would leave them switched off."""
+    torch = sys.modules.get("torch")
+    before = torch is None or torch.is_grad_enabled()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_grad_enabled(before)
+        raise

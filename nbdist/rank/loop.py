@@ -21,7 +21,7 @@ from ..wire.recording import Recorder
 from . import cells, frameworks, gpu_state, process, shell, streams
 from .call import Caller
 from .debugger import Debugger
-from .interrupts import Interrupts
+from .interrupts import Interrupts, kept_grad_mode
 from .items import Mapper
 from .kernel_channel import KernelChannel
 from .keyboard import Keyboard
@@ -104,7 +104,7 @@ class Rank:
         joins = isinstance(request, protocol.Join)
         allowed = contextlib.nullcontext() if joins else self._interrupts.allowed()
         try:
-            with allowed, patched():
+            with kept_grad_mode(), allowed, patched():
                 if not joins and not isinstance(request, protocol.Items):  # a board says when items are over
                     self._channel.send(protocol.Begun())  # an interrupt that came before this was not handled
                 answer = self._do(request, parcel, fds)

@@ -26,8 +26,10 @@ from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
 from nbdist import Session, in_ddp
 from nbdist.errors import NbdistError
+from nbdist.kernel.calls import executor
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.calls.stopping import ranks_named
+from nbdist.kernel.calls.waiting import Waiting
 from nbdist.system.interrupts import interruptible
 from nbdist.wire.protocol import Call, ToRank
 
@@ -448,6 +450,53 @@ def test_a_session_that_is_used_while_it_captures_says_so(session: Session) -> N
         with pytest.raises(NbdistError, match=r"`__getstate__`.*pass its value"):
             call(lambda: lazy.value)
     assert session.run(lambda: 5) == 5
+
+
+def test_an_exception_between_sending_and_waiting_lets_ranks_clean_up(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Waiting):
+        """The ranks have begun before the kernel waits, and the user's handler raises there."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            if not (tmp_path / "raised").exists():
+                assert poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
+                (tmp_path / "raised").touch()
+                signal.raise_signal(signal.SIGUSR1)
+            super().__init__(*args, **options)
+
+    def late(*_: Any) -> None:
+        raise TimeoutError("the user's")
+
+    def train() -> None:
+        try:
+            (tmp_path / f"begun{dist.get_rank()}").touch()
+            time.sleep(1000)
+        finally:
+            (tmp_path / f"saved{dist.get_rank()}").touch()
+
+    pids = session.run_all(os.getpid)
+    monkeypatch.setattr(executor, "Waiting", Late)
+    before = signal.signal(signal.SIGUSR1, late)
+    try:
+        with pytest.raises(TimeoutError, match="the user's"):
+            session.run(train)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(list(tmp_path.glob("saved*"))) == 2
+    assert session.run_all(os.getpid) == pids
+
+
+def test_an_interrupt_leaves_gradients_switched_on(session: Session) -> None:
+    """It may come when `torch.no_grad()` has switched them off, and its block has not begun."""
+
+    def interrupted() -> None:
+        torch._C._set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.run(interrupted)
+    assert session.run_all(torch.is_grad_enabled) == [True, True]
 
 
 @pytest.mark.parametrize("uses_session", [False, True])

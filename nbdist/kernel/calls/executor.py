@@ -134,30 +134,33 @@ class Executor(SessionRanks):
     ) -> list[Any]:
         """Send messages to ranks and wait for their answers. An interrupt is deferred until all is sent."""
         waiting: Waiting | None = None
-        interrupted = begun = False
+        raised: BaseException | None = None
+        begun = sent = False
         try:
             with deferred_interrupts():
                 begun = group.underway = True
                 send()
+                sent = True
                 waiting = Waiting(group, targets, what, **about)
         except BaseException as exc:
             interrupted = isinstance(exc, KeyboardInterrupt)
             if interrupted and not begun:
                 raise early_stop(killed=False) from None
-            if waiting is None:  # the ranks may have received one half of it
+            if not sent:  # the ranks may have received one half of it
                 self._lost = "the last call was interrupted while it was sent to the ranks"
                 self._dead = group.dead
                 self._kill()
                 if interrupted:
                     raise early_stop(killed=True) from None
-            if not interrupted:
                 raise
-        assert waiting is not None
-        return self._wait_for(group, waiting, interrupted)
+            raised = exc
+        if waiting is None:  # the handler of a signal has raised while it was made
+            waiting = Waiting(group, targets, what, **about)
+        return self._wait_for(group, waiting, raised)
 
-    def _wait_for(self, group: Group, waiting: Waiting, interrupted: bool) -> list[Any]:
+    def _wait_for(self, group: Group, waiting: Waiting, raised: BaseException | None) -> list[Any]:
         try:
-            values = waiting.wait(interrupted)
+            values = waiting.wait(raised)
             group.underway = False
             return values
         except BaseException as exc:

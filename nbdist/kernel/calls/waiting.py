@@ -89,17 +89,19 @@ class Waiting:
         for rank in self.pending:
             group.note(rank, "running", what)
 
-    def wait(self, interrupted: bool = False) -> list[Any]:
+    def wait(self, raised: BaseException | None = None) -> list[Any]:
         """Wait for all ranks, and return their values in the order of the ranks; None for a rank that returns none.
 
         Args:
-            interrupted: Whether an interrupt came while the call was sent.
+            raised: An interrupt, or another exception of a signal's handler, that came while the call was sent.
 
         Raises the first failure, `RankTimeout`, `RankStuck` or `KeyboardInterrupt`. If no rank is `pending` or dead
         then, the ranks can take calls again, in a new process group.
         """
         try:
-            self._run(interrupted)
+            if not isinstance(raised, KeyboardInterrupt):
+                self._raised = raised
+            self._run(raised is not None)
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
