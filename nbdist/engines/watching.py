@@ -15,8 +15,9 @@ from ..wire.channel import readable
 from ..wire.forking import REPORT, STARTED
 from .contract import Exit
 
-#: Seconds that the fork server may take to report the end of a rank: it does so at once, unless it imports or hangs.
-_DELAY = 0.3
+#: Seconds that the fork server may take to report the end of a rank: it does so at once, unless it imports or hangs, or
+#: the machine is busy. Without the report, the exit code is unknown where the system does not show it.
+_DELAY = 1.0
 
 
 class Watch:
