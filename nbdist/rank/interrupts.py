@@ -124,7 +124,7 @@ def _left_by_half(frame: types.FrameType | None) -> str:
 
 @contextlib.contextmanager
 def kept_grad_mode() -> Iterator[None]:
-    """After an interrupt, restore torch's mode of gradients: in the middle of `no_grad().__enter__` or `__exit__` it
+    """Restore torch's mode of gradients after an interrupt: in the middle of `no_grad().__enter__` or `__exit__` it
     would leave them switched off."""
     torch = sys.modules.get("torch")
     before = torch is None or torch.is_grad_enabled()

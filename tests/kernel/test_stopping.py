@@ -488,7 +488,7 @@ def test_an_exception_between_sending_and_waiting_lets_ranks_clean_up(
 
 
 def test_an_interrupt_leaves_gradients_switched_on(session: Session) -> None:
-    """It may come when `torch.no_grad()` has switched them off, and its block has not begun."""
+    """The interrupt may come when `torch.no_grad()` has switched them off, and its block has not begun."""
 
     def interrupted() -> None:
         torch._C._set_grad_enabled(False)
