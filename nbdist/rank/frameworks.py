@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -20,7 +21,8 @@ def install() -> None:
         for kind in ("cpu", "cuda")
     ]
     groups = {"torch.distributed.distributed_c10d": default_group.patch}
-    sys.meta_path.insert(0, AfterImport({**groups, **dict.fromkeys(accelerators, _count_ranks)}))
+    blocks = dict.fromkeys(["multiprocessing.shared_memory", "multiprocess.shared_memory"], _leave_to_owners)
+    sys.meta_path.insert(0, AfterImport({**groups, **blocks, **dict.fromkeys(accelerators, _count_ranks)}))
 
 
 def _count_ranks(module: types.ModuleType) -> None:
@@ -28,6 +30,34 @@ def _count_ranks(module: types.ModuleType) -> None:
     for kind in ("CPUAccelerator", "CUDAAccelerator"):
         if hasattr(module, kind):
             getattr(module, kind).auto_device_count = staticmethod(lambda: int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def _leave_to_owners(module: types.ModuleType) -> None:
+    """Make a block of shared memory that is opened by its name outlive this rank.
+
+    Each rank has a resource tracker of Python's, which removes what is opened there as well as what is made there
+    (bpo-38119): the notebook would lose its block.
+    """
+    cls: Any = module.SharedMemory
+    tracker: Any = importlib.import_module(f"{module.__package__}.resource_tracker")
+    begin, unlink, made, opened = cls.__init__, cls.unlink, set[str](), set[str]()
+
+    def __init__(self: Any, name: str | None = None, create: bool = False, size: int = 0, **options: Any) -> None:
+        begin(self, name, create, size, **options)
+        if create:
+            made.add(self._name)
+        elif self._name not in made and options.get("track", True) and tracker._resource_tracker._pid is not None:
+            # The tracker is this rank's, not the notebook's as in a process of a context.
+            opened.add(self._name)
+            tracker.unregister(self._name, "shared_memory")
+
+    def unlink_here(self: Any) -> None:
+        if self._name in opened:
+            opened.discard(self._name)
+            tracker.register(self._name, "shared_memory")
+        unlink(self)
+
+    cls.__init__, cls.unlink = __init__, unlink_here
 
 
 class DefaultGroup:

@@ -67,6 +67,21 @@ assert sorted(str(one.message).partition(" travels as a copy")[0] for one in sai
     "an array in shared memory (mmap, SharedMemory)",
 ]
 assert array.tolist()[:3] == [0, 7, 7] and counts.tolist() == [0, 0]
+
+
+def by_name():
+    """End Python's resource tracker of the rank, which removes what it knows of."""
+    from multiprocessing import resource_tracker
+
+    opened = shared_memory.SharedMemory(block.name)
+    shared_memory.SharedMemory(block.name).close()
+    opened.close()
+    tracker = resource_tracker._resource_tracker
+    os.close(tracker._fd)
+    os.waitpid(tracker._pid, 0)
+
+
+in_ddp(1, by_name)
 assert os.path.exists(f"/dev/shm/{block.name}") or not os.path.isdir("/dev/shm")
 del array
 block.close()
