@@ -1,4 +1,4 @@
-"""Changes in torch and Lightning for code that was written for torchrun or for one process."""
+"""Changes in torch, Lightning and `multiprocessing` for code that was written for torchrun or for one process."""
 
 from __future__ import annotations
 

@@ -452,6 +452,15 @@ def test_a_session_that_is_used_while_it_captures_says_so(session: Session) -> N
     assert session.run(lambda: 5) == 5
 
 
+def train_until_stopped(folder: Path) -> None:
+    """Write a file at the beginning and one in the `finally` block, each with the rank's number."""
+    try:
+        (folder / f"begun{dist.get_rank()}").touch()
+        time.sleep(1000)
+    finally:
+        (folder / f"saved{dist.get_rank()}").touch()
+
+
 def test_an_exception_between_sending_and_waiting_lets_ranks_clean_up(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,19 +477,12 @@ def test_an_exception_between_sending_and_waiting_lets_ranks_clean_up(
     def late(*_: Any) -> None:
         raise TimeoutError("the user's")
 
-    def train() -> None:
-        try:
-            (tmp_path / f"begun{dist.get_rank()}").touch()
-            time.sleep(1000)
-        finally:
-            (tmp_path / f"saved{dist.get_rank()}").touch()
-
     pids = session.run_all(os.getpid)
     monkeypatch.setattr(executor, "Waiting", Late)
     before = signal.signal(signal.SIGUSR1, late)
     try:
         with pytest.raises(TimeoutError, match="the user's"):
-            session.run(train)
+            session.run(train_until_stopped, tmp_path)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert len(list(tmp_path.glob("saved*"))) == 2
@@ -508,20 +510,13 @@ def test_an_exception_of_a_signal_handler_lets_ranks_clean_up(
             session.run(lambda: 1)
         raise TimeoutError("the user's")
 
-    def train() -> None:
-        try:
-            (tmp_path / f"begun{dist.get_rank()}").touch()
-            time.sleep(1000)
-        finally:
-            (tmp_path / f"saved{dist.get_rank()}").touch()
-
     pids = session.run_all(os.getpid)
     before = signal.signal(signal.SIGUSR1, late)
     thread = signal_when_begun(tmp_path, signal.SIGUSR1)
     error, text = (NbdistError, "or from a signal handler") if uses_session else (TimeoutError, "the user's")
     try:
         with pytest.raises(error, match=text):
-            session.run(train)
+            session.run(train_until_stopped, tmp_path)
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
