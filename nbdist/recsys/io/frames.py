@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -67,6 +67,8 @@ def series_of(column: Any, name: str = "") -> pl.Series:
         raise TypeError(f"a column must be a sequence of values, got {column!r}")
     if hasattr(column, "detach"):  # a tensor; torch need not be imported to know one
         column = column.detach().cpu().numpy()
+    if not isinstance(column, Iterable):
+        raise TypeError(f"a column must be a sequence of values, got {column!r}: for one value, give [{column!r}]")
     return pl.Series(name, column if isinstance(column, np.ndarray) else list(column))
 
 

@@ -23,6 +23,7 @@ def catalog_metrics(ranked: Tensor, counts: Tensor, k: int | None = None) -> dic
         -log2 of the item's share of `counts`, in bits; an item that was never taken counts as taken once.
 
     Raises:
+        TypeError: They are no tensors.
         ValueError: Items are not integers below the number of items, counts are below 0 or all 0, k is more than there
             are, or no list has an item.
 
@@ -32,6 +33,10 @@ def catalog_metrics(ranked: Tensor, counts: Tensor, k: int | None = None) -> dic
         >>> catalog_metrics(torch.tensor([[0, 1], [0, -1]]), torch.tensor([2, 1, 1, 0]))
         {'coverage@2': 0.5, 'novelty@2': 1.3333333333333333}
     """
+    if not isinstance(ranked, Tensor) or not isinstance(counts, Tensor):
+        raise TypeError(
+            f"ranked items and counts must be tensors, got {type(ranked).__name__} and {type(counts).__name__}"
+        )
     if ranked.ndim != 2 or ranked.is_floating_point() or ranked.dtype == torch.bool:
         raise ValueError(
             f"ranked items must be integers of shape (users, places), got {ranked.dtype} of shape {tuple(ranked.shape)}"

@@ -22,7 +22,7 @@ class Features(nn.Module):
         device: The device of the tables.
 
     Raises:
-        ValueError: No column of codes, or one that is in both.
+        ValueError: No column of codes, or one that is named twice.
     """
 
     def __init__(
@@ -37,6 +37,8 @@ class Features(nn.Module):
             raise ValueError("`cardinalities` must have a column of codes, got none")
         if both := cardinalities.keys() & set(dense_features):
             raise ValueError(f"column {min(both)!r} is in `cardinalities` and in `dense_features`: choose")
+        if len(set(dense_features)) < len(dense_features):
+            raise ValueError(f"`dense_features` must name each column once, got {list(dense_features)}")
         self.columns, self.dense_features = list(cardinalities), list(dense_features)
         self.embeddings = PooledTables(cardinalities, embedding_dim=embedding_dim, device=device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,10 @@ class NextItemModel(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        if not hasattr(length, "__index__") or length < 1:
+            raise ValueError(f"`length` must be an integer, at least 1, got {length!r}")
+        if temperature is not None and not 0 < temperature < math.inf:
+            raise ValueError(f"`temperature` must be None or a number above 0, got {temperature!r}")
         self.column, self.length, self.temperature = column, length, temperature
         # Small, so that steps of Adam turn the vectors of rare items too; multiplied again where they are read.
         small = functools.partial(nn.init.normal_, std=1 / embedding_dim)

@@ -43,6 +43,11 @@ def _describe(
     cardinalities: Mapping[str, Cardinality], embedding_dim: int, init: Callable[[Tensor], Any] | None
 ) -> list[Table]:
     """Return a table for each column."""
+    if not isinstance(cardinalities, Mapping):
+        raise TypeError(
+            f"`cardinalities` must be a dict from column to its number of codes, got {type(cardinalities).__name__}"
+        )
+    _check_size(embedding_dim, "`embedding_dim`")
     for name in cardinalities:
         if not name or "." in name or name in _TAKEN:
             raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
@@ -54,10 +59,16 @@ def _describe(
             rows = functools.partial(nn.init.uniform_, a=-size.bound, b=size.bound)
             found.append(Table(name, size.capacity or 0, embedding_dim, [name], rows))
             continue
+        _check_size(size, f"`cardinalities`: the number of codes of {name!r}")
         bound = math.sqrt(1 / size)
         fill = init or functools.partial(nn.init.uniform_, a=-bound, b=bound)
         found.append(Table(name, size, embedding_dim, [name], fill))
     return found
+
+
+def _check_size(size: Any, name: str) -> None:
+    if not hasattr(size, "__index__") or size < 1:
+        raise ValueError(f"{name} must be an integer, at least 1, got {size!r}")
 
 
 class PooledTables(nn.Module):
@@ -74,7 +85,8 @@ class PooledTables(nn.Module):
         device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
     Raises:
-        ValueError: No table can have that name, for the tables are modules.
+        ValueError: A size is less than 1, or no table can have that name, for the tables are modules; in a batch, ids
+            are no integers.
 
     Examples:
         >>> import torch
@@ -123,10 +135,10 @@ class PooledTables(nn.Module):
             if name in self._raw:
                 found.append(self._pooled(bag, ids))
             elif isinstance(ids, Ragged):
-                values = _index(ids.values)
+                values = _index(ids.values, name)
                 found.append(bag(values, ids.offsets.to(values.dtype)))
             else:  # one per row needs no pooling
-                found.append(nn.functional.embedding(_index(ids), bag.weight))
+                found.append(nn.functional.embedding(_index(ids, name), bag.weight))
         return torch.cat(found, dim=1)
 
     def _pooled(self, table: nn.Module, ids: Column) -> Tensor:
@@ -150,7 +162,7 @@ class SequenceTables(nn.Module):
         device: See `PooledTables`.
 
     Raises:
-        ValueError: No table can have that name, for the tables are modules.
+        ValueError: See `PooledTables`.
 
     Examples:
         >>> import torch
@@ -189,7 +201,7 @@ class SequenceTables(nn.Module):
         """Look up, for each column, the vectors of its codes, list after list: shape (codes, embedding_dim)."""
         ids = {name: ids_of(batch, name) for name in self.embeddings}
         return {
-            name: self.embeddings[name](_index(one.values if isinstance(one, Ragged) else one))
+            name: self.embeddings[name](_index(one.values if isinstance(one, Ragged) else one, name))
             for name, one in ids.items()
         }
 
@@ -203,6 +215,36 @@ def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
             table.init_fn(weight)
 
 
-def _index(ids: Tensor) -> Tensor:
-    """Convert ids to a type that torch can look up."""
+def _index(ids: Tensor, name: str) -> Tensor:
+    """Convert the ids of a column to a type that torch can look up."""
+    if ids.is_floating_point():
+        raise ValueError(f"column {name!r} must have integers, which are the rows of a table, got {ids.dtype}")
     return ids if ids.dtype in (torch.int32, torch.int64, torch.uint64) else ids.long()
+
+
+def foreign_ids(model: nn.Module, batch: Any) -> str | None:
+    """Describe the first ids of a batch that a table of the model has no row for; None if each has one."""
+    for module in model.modules():
+        for kind in ("embedding_bag_configs", "embedding_configs"):
+            for table in getattr(module, kind, list)():
+                if table.num_embeddings and (found := _foreign_id(table, batch)):
+                    return found
+    return None
+
+
+def _foreign_id(table: Any, batch: Any) -> str | None:
+    for name in table.feature_names:
+        column = batch.get(name) if isinstance(batch, Mapping) else None
+        ids = column.values if isinstance(column, Ragged) else column
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
+            continue
+        wrong = ((ids < 0) | (ids >= table.num_embeddings)).nonzero()
+        if len(wrong):
+            place = int(wrong[0, 0])
+            if isinstance(column, Ragged):
+                place = int((column.offsets <= place).sum()) - 1
+            return (
+                f"column {name!r} must have ids 0 to {table.num_embeddings - 1}, since the table has "
+                f"{table.num_embeddings} rows, got {int(ids[wrong[0, 0]])} in row {place}"
+            )
+    return None

@@ -28,11 +28,18 @@ def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -
     """Return a function that makes the optimizer: the named one, or `optimizer` itself.
 
     Raises:
+        TypeError: It is an optimizer.
         ValueError: No optimizer has that name, or a callable comes with `lr` or `eps`.
     """
     if callable(optimizer):
         check_alone(lr, eps)
         return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"`optimizer` must be a name or a function of parameters, got a {name} that is made already: give "
+            f"lambda parameters: {name}(parameters, lr=...)"
+        )
     if optimizer not in BY_NAME:
         raise ValueError(f"`optimizer` must be a callable or one of {', '.join(BY_NAME)}, got {optimizer!r}")
     make = BY_NAME[optimizer]

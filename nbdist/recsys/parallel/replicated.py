@@ -157,6 +157,11 @@ def _check(model: nn.Module, of_ids: Mapping[str, Any], optimizer: Any, process_
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"`model` must have a parameter to train, got {type(model).__name__} without any that requires a gradient: "
+            "without training, call the model itself"
+        )
     if of_ids and process_group is not None:
         raise ValueError(
             f"`process_group` must be None where a table has raw ids, as {next(iter(of_ids)) or 'the model'} has: its "

@@ -17,6 +17,7 @@ from ..parallel.protocol import Parallel
 from ..parallel.replicated import Replicated
 from .evaluation import Precision, check_metrics, check_precision
 from .objective import ONLY, Evaluation, Objective, by_task, log_loss
+from .schedule import Schedule
 from .snapshots import Snapshots
 
 
@@ -34,8 +35,14 @@ def check_options(
     max_grad_norm: float | None,
     gradient_accumulation_steps: int,
     check: str | None,
+    schedule: Schedule | None,
 ) -> None:
     """Raise an error unless the options of the steps suit the model."""
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            f"`schedule` must be a function from step to a factor of the learning rates, got {schedule!r}: the rates "
+            "themselves belong to the optimizer"
+        )
     if check not in (None, "nan"):
         raise ValueError(f'`check` must be "nan" or None, got {check!r}')
     check_precision(precision)
@@ -67,12 +74,15 @@ def evaluation_of(
     Raises:
         ValueError: There are no metrics for a loss of the user's, or metrics of a task without a loss.
     """
+    default = metrics is None
     if metrics is None:
         if valid is not None and any(one is not log_loss for one in goal.losses.values()):
             raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
         found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in goal.losses}
         metrics = found.get(ONLY, found)
     flat, tasks = by_task(metrics)
+    if valid is None and flat and not default:
+        raise ValueError("`valid` must be given where `metrics` is, got None: they are measured on its rows")
     if valid is not None and (foreign := {*tasks.values()} - goal.losses.keys()):
         raise ValueError(f"`metrics` and `loss` must have the same tasks, got metrics of {min(foreign)!r} alone")
     return Evaluation(valid, flat, tasks, patience)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 
 def batch_loss(
@@ -59,8 +58,3 @@ def not_finite_since(step: int) -> ValueError:
         f"the loss of a step up to step {step} is not finite: a feature, a target or a weight is NaN or infinite, and "
         "so may the weights be by now. On CPUs, fit() stops before that step and names the row"
     )
-
-
-def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean negative log likelihood of labels (0 or 1), of any dtype."""
-    return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

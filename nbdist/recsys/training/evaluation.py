@@ -18,7 +18,8 @@ from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
 from ..metrics.ranking import Grouped
-from ..metrics.rows import AUC, RMSE, LogLoss
+from ..metrics.rows import AUC, RMSE, LogLoss, Throughput
+from ..models.tables import foreign_ids
 from ..parallel.protocol import Parallel
 from .objective import ONLY, by_task, columns_of, weighted, weights_of
 
@@ -42,6 +43,11 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise TypeError(f"`metrics` must have metrics such as AUC(), got {metric!r} for {name!r}")
+        if isinstance(metric, Throughput):
+            raise TypeError(
+                f"`metrics` must have metrics of predictions, got Throughput() for {name!r}: each record of fit() has "
+                "rows_per_second, and a loop of your own can call Throughput.update"
+            )
 
 
 def check_precision(precision: str | None) -> None:
@@ -212,7 +218,12 @@ def predicted(
     `predict` returns them. Without named tasks, the only one is called `ONLY`."""
     half = _AUTOCAST.get(precision or "fp32")
     with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
-        found: Any = predict(model, batch)
+        try:
+            found: Any = predict(model, batch)
+        except IndexError as error:
+            if (why := foreign_ids(model, batch)) is None:
+                raise
+            raise ValueError(f"{why} of the batch of rank {ranks.rank()}") from error
     by_name = found if isinstance(found, Mapping) else {ONLY: found}
     return {task: _checked(task, one) for task, one in by_name.items()}
 

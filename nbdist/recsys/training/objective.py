@@ -29,8 +29,11 @@ def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> T
 
     Args:
         logits: Shape (rows,).
-        labels: 0 or 1, of any dtype.
+        labels: 0 or 1, or between them, of any dtype; shape (rows,).
         weights: Numbers above 0. None: 1 for each row.
+
+    Raises:
+        ValueError: On a CPU, a label is below 0 or above 1: the loss would have no minimum.
 
     Examples:
         >>> import torch
@@ -38,6 +41,14 @@ def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> T
         >>> log_loss(torch.tensor([0.0, 9.0]), torch.tensor([True, False]), torch.tensor([1.0, 0.0]))
         tensor(0.6931)
     """
+    if labels.device.type == "cpu" and labels.dtype != torch.bool:  # a GPU would have to be waited for
+        wrong = ((labels < 0) | (labels > 1)).nonzero()
+        if len(wrong):
+            row = wrong[0].tolist()
+            raise ValueError(
+                f"labels must be 0 or 1, or between them, got {labels[tuple(row)].item()} in row {row[0]}: map them to "
+                "these, or give another `loss`"
+            )
     labels = labels.to(logits.dtype)
     if weights is None:
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)

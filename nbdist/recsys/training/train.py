@@ -185,7 +185,7 @@ def fit(
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
     counts["gradient_accumulation_steps"] = gradient_accumulation_steps
     check_run(train, valid, counts, evaluation.metrics, snapshots)
-    check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check)
+    check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check, schedule)
     logging = logging_of(log)
     hooks = Hooks([*callbacks, logging])
     for loader in (train, valid):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..loader.columns import Columns, Ragged, rows_of
+from ..models.tables import foreign_ids
 from ..raw_ids import RawTable
 from .request import Feature
 
@@ -246,8 +247,10 @@ def _ask(model: nn.Module, predict: Predict, batch: Columns) -> Tensor:
         with torch.no_grad(), _quiet():
             answer = _two_dimensional(predict(model, batch))
     except Exception as error:
+        why = isinstance(error, IndexError) and foreign_ids(model, batch)
+        why = why or f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"the model cannot take the workflow's {', '.join(batch)}: {type(error).__name__}: {error}. It is given a "
+            f"the model cannot take the workflow's {', '.join(batch)}: {why}. It is given a "
             "batch as a loader makes it, a dict of these columns, with any codes that they have; see columns= and "
             "predict="
         ) from error

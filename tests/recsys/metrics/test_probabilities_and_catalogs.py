@@ -161,6 +161,7 @@ def test_ranks_have_the_number_of_all_rows(session: Session) -> None:
         (lambda: Calibration().update(torch.ones(2), torch.tensor([1])), "2 predictions for 1 targets"),
         (lambda: GAUC().update(torch.ones(1), torch.ones(1), torch.ones(1)), "users must be integers"),
         (lambda: MAP(0), "`k` must be an integer, at least 1, got 0"),
+        (lambda: catalog_metrics([[0, 1]], {0: 2}), "ranked items and counts must be tensors, got list and dict"),
         (lambda: catalog_metrics(torch.ones(1, 2), torch.ones(2)), "ranked items must be integers of shape"),
         (lambda: catalog_metrics(torch.tensor([[5]]), torch.ones(2)), "ranked items must be -1 to 1, got 5 to 5"),
         (lambda: catalog_metrics(torch.tensor([[0]]), torch.zeros(2)), "counts must be finite numbers of at least 0"),
@@ -168,5 +169,5 @@ def test_ranks_have_the_number_of_all_rows(session: Session) -> None:
     ],
 )
 def test_bad_rows_are_named(action: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         action()

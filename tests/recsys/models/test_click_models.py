@@ -107,6 +107,8 @@ def test_models_that_make_no_sense() -> None:
             make({}, ["age", "year"])
         with pytest.raises(ValueError, match="'age' is in `cardinalities` and in `dense_features`"):
             make({"age": 3, "user": 4}, ["age"])
+        with pytest.raises(ValueError, match=r"`dense_features` must name each column once, got \['age', 'age'\]"):
+            make({"user": 3, "item": 4}, ["age", "age"])
         for name in ("items", "keys", "a.b", ""):
             with pytest.raises(ValueError, match="no table can be called"):
                 make({"user": 3, name: 4})

@@ -108,6 +108,12 @@ def test_nothing_later_is_seen(timed: bool) -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"`embedding_dim` must be a multiple of `heads` \(3\), got 8"):
         HSTU(30, embedding_dim=8, heads=3)
+    with pytest.raises(ValueError, match="`temperature` must be None or a number above 0, got 0"):
+        HSTU(30, temperature=0)
+    with pytest.raises(ValueError, match="`length` must be an integer, at least 1, got 0"):
+        HSTU(30, length=0)
+    with pytest.raises(ValueError, match="number of codes of 'history' must be an integer, at least 1, got 'item'"):
+        HSTU("item")  # type: ignore[arg-type]
     model = HSTU(30, times="times", length=6, embedding_dim=8)
     with pytest.raises(ValueError, match="`times` must have lists as long as those of `history`"):
         model.query(batch_of([[5, 6]], [[1]]))

@@ -14,6 +14,7 @@ from nbdist import Session
 from nbdist.recsys.etl import Categorify, Workflow, fill_unknown
 from nbdist.recsys.loader import Ragged, keyed_jagged
 from nbdist.recsys.models import PooledTables, SequenceTables
+from nbdist.recsys.models.tables import foreign_ids
 from nbdist.recsys.sharding import shard
 
 WARM = "import torchrec.distributed"
@@ -71,10 +72,30 @@ def test_batches_that_cannot_be_looked_up_are_refused() -> None:
         tables({"user": torch.tensor([[1, 2]])})
     with pytest.raises(IndexError):
         tables({**batch(), "user": torch.tensor([1, 2, 3, 30])})
+    with pytest.raises(
+        ValueError, match=r"'user' must have integers, which are the rows of a table, got torch.float32"
+    ):
+        tables({**batch(), "user": torch.rand(4)})
     with pytest.raises(ValueError, match="`mode` must be 'mean' or 'sum', got 'max'"):
         PooledTables(SIZES, mode="max")
     with pytest.raises(ValueError, match="no table can be called 'keys'"):
         SequenceTables({"keys": 3})
+    with pytest.raises(ValueError, match="the number of codes of 'user' must be an integer, at least 1, got 0"):
+        PooledTables({"user": 0})
+    with pytest.raises(ValueError, match="`embedding_dim` must be an integer, at least 1, got 0"):
+        SequenceTables(SIZES, embedding_dim=0)
+    with pytest.raises(TypeError, match=r"`cardinalities` must be a dict .* got list"):
+        PooledTables(["user"])  # type: ignore[arg-type]
+
+
+def test_ids_without_a_row_are_named() -> None:
+    model = nn.Sequential(PooledTables(SIZES, embedding_dim=4))
+    assert foreign_ids(model, batch()) is None
+    found = foreign_ids(model, {**batch(), "user": torch.tensor([1, 2, 3, 30])})
+    assert found == "column 'user' must have ids 0 to 29, since the table has 30 rows, got 30 in row 3"
+    lists = Ragged(torch.tensor([2, 3, -1, 4, 7]), torch.tensor([0, 2, 2, 4, 5]))
+    found = foreign_ids(SequenceTables({"genres": 8}, embedding_dim=4), {"genres": lists})
+    assert found is not None and found.endswith("got -1 in row 2")
 
 
 def test_unknown_codes_are_filled() -> None:

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nbdist.recsys.loader import MemoryLoader
-from nbdist.recsys.metrics import AUC, RMSE
+from nbdist.recsys.metrics import AUC, RMSE, Throughput
+from nbdist.recsys.models import PooledTables
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.sharding.sharded import kernels
 from nbdist.recsys.training import Snapshots, evaluate, evaluation, fit, warmup_decay
@@ -765,6 +766,13 @@ def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ({"epochs": 1, "predict": lambda model, batch: None}, "`predict` must return tensors: .* got NoneType"),
         ({"epochs": 1, "predict": lambda model, batch: batch["liked"].float()}, "`predict` must return .* got Tensor"),
         ({"epochs": 1, "predict": lambda model, batch: ([1.0], [0])}, "`predict` .* got tuple of list, list"),
+        ({"epochs": 1, "schedule": 0.1}, "`schedule` must be a function from step to a factor .*, got 0.1"),
+        ({"epochs": 1, "valid": None, "metrics": {"auc": AUC()}}, "`valid` must be given where `metrics` is, got None"),
+        ({"epochs": 1, "metrics": {"speed": Throughput()}}, r"got Throughput\(\) for 'speed'"),
+        (
+            {"epochs": 1, "predict": lambda model, batch: (linear(model, batch)[0], batch["liked"] * 2)},
+            "labels must be 0 or 1, or between them, got 2 in row",
+        ),
         (
             {"epochs": 1, "model": nn.Linear(1, 1)},
             r"`model` must be what shard\(\) or replicate\(\) returns, got Linear",
@@ -800,6 +808,25 @@ def test_replicate_and_fit_are_refused_outside_a_rank() -> None:
 def test_a_model_on_meta_is_not_replicated(sessions: Sessions) -> None:
     with pytest.raises(ValueError, match="weight is on the meta device"):
         sessions[2].run(lambda: replicate(nn.Linear(2, 2, device="meta"), torch.optim.SGD) and None)
+
+
+def test_a_model_that_cannot_be_trained_is_refused(sessions: Sessions) -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="`model` must have a parameter to train, got Linear without any"):
+        sessions[2].run(lambda: replicate(frozen, torch.optim.SGD) and None)
+    made = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="got a SGD that is made already: give lambda parameters: SGD"):
+        sessions[2].run(lambda: replicate(nn.Linear(2, 2), made) and None)
+
+
+def test_an_id_without_a_row_is_named(sessions: Sessions) -> None:
+    def run() -> None:
+        model = replicate(PooledTables({"user": 50}, embedding_dim=1), torch.optim.SGD)
+        rows = MemoryLoader({"user": torch.arange(0, 100), "y": torch.zeros(100)}, 50)
+        fit(model, lambda m, batch: (m(batch)[:, 0], batch["y"]), rows, epochs=1, progress=False)
+
+    with pytest.raises(ValueError, match=r"'user' must have ids 0 to 49, .* got 50 in row 0 of the batch of rank 1"):
+        sessions[2].run(run)
 
 
 # --- schedules ---

@@ -117,7 +117,7 @@ def test_shapes_that_would_be_broadcast_are_refused(sessions: Sessions) -> None:
             metrics = {"rmse": RMSE()}
             for loss in (nn.functional.mse_loss, lambda predictions, targets: (predictions - targets).square().mean()):
                 with pytest.raises(ValueError) as caught:
-                    fit(linear(), columns, rows(y), steps=2, loss=loss, metrics=metrics, progress=False)
+                    fit(linear(), columns, rows(y), rows(y), steps=2, loss=loss, metrics=metrics, progress=False)
                 said.append(str(caught.value))
         fit(linear(), lambda *args: predict(*args), MemoryLoader({"x": X[:3], "y": Y[:3]}, 1), steps=2, progress=False)
         return said
