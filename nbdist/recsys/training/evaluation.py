@@ -17,9 +17,9 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
+from ..loader.foreign_ids import foreign_ids
 from ..metrics.ranking import Grouped
 from ..metrics.rows import AUC, RMSE, LogLoss, Throughput
-from ..models.tables import foreign_ids
 from ..parallel.protocol import Parallel
 from .objective import ONLY, by_task, columns_of, weighted, weights_of
 

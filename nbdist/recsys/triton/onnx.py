@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..loader.columns import Columns, Ragged, rows_of
-from ..models.tables import foreign_ids
+from ..loader.foreign_ids import foreign_ids
 from ..raw_ids import RawTable
 from .request import Feature
 

@@ -13,8 +13,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from nbdist import Session
 from nbdist.recsys.etl import Categorify, Workflow, fill_unknown
 from nbdist.recsys.loader import Ragged, keyed_jagged
+from nbdist.recsys.loader.foreign_ids import foreign_ids
 from nbdist.recsys.models import PooledTables, SequenceTables
-from nbdist.recsys.models.tables import foreign_ids
 from nbdist.recsys.sharding import shard
 
 WARM = "import torchrec.distributed"
