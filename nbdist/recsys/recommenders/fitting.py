@@ -1,4 +1,4 @@
-"""From a log to a recommender: the model that finds hidden rows of the log best, and has then learned from all rows."""
+"""`fit_recommender`: choose the model that finds hidden rows of the log best, and let it learn from all rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .popularity import Popularity
 from .protocols import SplitProtocol
 
 _EASE_ITEMS = 15_000
-"""Items from which on EASE takes minutes and gigabytes, and is not tried unless it is asked for."""
+"""The number of items above which EASE takes minutes and gigabytes, and is tried only if it is named."""
 _USERS = 20_000
-"""Users whose rows choose the model, at most."""
+"""The largest number of users whose rows are used to choose the model."""
 _ORDER = "order of the log (nbdist)"
 
 
@@ -45,35 +45,36 @@ def fit_recommender(
     seed: int = 0,
     progress: bool = True,
 ) -> FittedRecommender:
-    """Make a recommender of a log: models are compared on it by `benchmark`, and the best learns from all rows.
+    """Make a recommender from a log: compare models on the log by `benchmark`, and let the best learn from all rows.
 
-    The comparison is of at most 20,000 users, who are drawn. In ranks, all of them call it with the same arguments.
+    The comparison uses the rows of at most 20,000 users, who are drawn at random. In a function that runs on several
+    ranks, all ranks call it with the same arguments.
 
     Args:
-        log: A row for each time that a user has taken an item: a frame of polars or pandas, an Arrow table, a dict of
-            columns, or the name of Parquet files.
+        log: A row for each time that a user took an item, such as a purchase: a frame of polars or pandas, an Arrow
+            table, a dict of columns, or the path of Parquet files.
         user: The column of users' ids: integers, strings or dates, none null.
         item: The column of items' ids.
-        time: The column of times. None: rows are in the order of time.
-        rating: The column of ratings. Items that a user has rated low, or not, are not learned from, nor recommended
-            to this user. None: all rows are liked.
-        min_rating: The lowest rating of what is liked. None: the median of the ratings.
-        models: What is compared, as for `benchmark`: classes and recommenders of this package, by name. A recommender
-            whose parameters are chosen: it is taken without a comparison. None: `EASE` (up to 15,000 items), `IALS`,
-            `ItemKNN` and `Popularity`.
+        time: The column of times. None: the rows are already in the order of time.
+        rating: The column of ratings. The model does not learn from rows with a rating below `min_rating`, or without
+            one, and their items are not recommended to the same user. None: the model learns from all rows.
+        min_rating: The lowest rating of an item that the user likes. None: the median of the ratings.
+        models: The models to compare, by name, as for `benchmark`: classes and recommenders of this package. A single
+            recommender instead is used without a comparison. None: `EASE` (up to 15,000 items), `IALS`, `ItemKNN` and
+            `Popularity`.
         protocol: `LeaveOneOut()` or `ByTime(valid, test)`. None: `LeaveOneOut()`.
-        trials: Settings that are tried of each model, at most.
-        metric: What is compared: "recall", "ndcg", "mrr" or "hit_rate".
-        k: The number of items for each user, in the comparison.
-        seed: Of the search, the intervals, the tests, and the draw of users.
+        trials: The largest number of settings to try for each model.
+        metric: The metric by which models are compared: "recall", "ndcg", "mrr" or "hit_rate".
+        k: The number of items for each user in the comparison.
+        seed: The seed of the search, the intervals, the tests, and the draw of users.
         progress: Print which model is best, and by how much.
 
     Returns:
         The recommender. A cell that ends with it shows the comparison.
 
     Raises:
-        ImportError: optuna or SciPy is not installed, and models are compared.
-        TypeError, ValueError: An argument or the log makes no sense.
+        ImportError: Models are to be compared, but optuna or SciPy is not installed.
+        TypeError, ValueError: An argument is out of its range, or the log lacks a column or rows.
 
     Examples:
         >>> import polars as pl
@@ -124,7 +125,7 @@ def _columns(
 
 
 def _with_least(columns: LogColumns, rows: pl.DataFrame) -> LogColumns:
-    """Return the columns with the lowest rating of what is liked."""
+    """Return the columns, with the lowest rating of an item that the user likes."""
     if columns.rating is None:
         return columns
     ratings = rows[columns.rating]
@@ -184,7 +185,7 @@ def _compared(
 
 
 def _said(comparison: Comparison, columns: LogColumns, liked: int, rows: int, metric: str, k: int) -> str:
-    """Say which model is best, and by how much."""
+    """Describe which model is best, and by how much."""
     name = f"{metric}@{k}"
     first, *others = comparison.table.iter_rows(named=True)
     given = f" ({first['parameters']})" if first["parameters"] else ""
