@@ -49,7 +49,7 @@ def per_rank(values: Iterable[Any]) -> Any:
             own: big arrays are shared, and not copied.
 
     Raises:
-        ValueError: By the call, where there are more or fewer items than ranks.
+        ValueError: Raised by the call if the number of items is not the number of ranks.
 
     Examples:
         >>> in_ddp(2, max, per_rank([3, 5]), 4)

@@ -1,6 +1,6 @@
 """Objects that the notebook shares with other processes: managers of `multiprocessing`, memory, Optuna's trials.
 
-A manager is shared with the ranks, too. The others are copied, and a warning says so.
+A manager is shared with the ranks, too. Other objects are copied, and a warning says so.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MANAGERS = {"multiprocessing": "multiprocessing.managers", "multiprocess": "mul
 def reduce_managed(obj: Any) -> Reduction | None:
     """Return the reduction of managers of `multiprocessing` and their proxies; None for any other object.
 
-    The reader has another authentication key than this process, so the manager's key is sent. If it is the key of this
-    process, as by default, the reader adopts it, as a child of `multiprocessing` does: the manager may return another
-    proxy.
+    The authentication key of the reader differs from this process's, so the manager's key is sent. If it is this
+    process's own key, as by default, the reader adopts it like a child of `multiprocessing`: the manager may return
+    another proxy.
     """
     for library, managers in _MANAGERS.items():
         module: Any = sys.modules.get(managers)

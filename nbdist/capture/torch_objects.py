@@ -64,7 +64,7 @@ def _reduce_wrapped(module: Any) -> Reduction | None:
 
 
 def unwrapped(module: Any, wrapper: str) -> Any:
-    """Return a module that was inside of `wrapper` in the ranks, and say so."""
+    """Return a module that the ranks had in a `wrapper`, with a warning that the wrapper is missing."""
     warnings.warn(
         f"the model comes back without {wrapper}, which needs the ranks' process group: it is `model.module` of there",
         stacklevel=2,

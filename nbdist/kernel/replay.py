@@ -17,7 +17,7 @@ from typing import Any
 from ..capture.foreign import name_of
 from ..capture.need import Names, given_names
 from ..capture.per_rank import for_each_rank, own
-from ..checks import check_count
+from ..checks import check_count, check_path
 from ..errors import NbdistError, entry
 from ..fastai.patches import patched
 from ..rank.member import Beside, Way, cpu_world, member, run_beside, run_to, run_to_in_rank
@@ -112,6 +112,7 @@ def replay_step(
         step 3 of rank 0: the result is the recorded one, bit for bit
     """
     check_platform()
+    check_path(folder, name="folder", usage="replay_step(folder, fn, *args, step=...)")
     block, names = check_call(fn, imports, need)
     check_takes(fn, args, kwargs, ("imports", "need"))
     recording = _Recording(Path(os.path.abspath(folder)), step, rank)
@@ -162,7 +163,7 @@ class _Recording:
         from ..replay import log  # imports torch
 
         self.size: int = log.about(folder, 0)["world_size"]
-        check_rank(rank, self.size)
+        check_rank(rank, self.size, of="recording")
         recorded = log.steps_of(folder, rank)
         if check_count(step, least=1, name="step") > recorded + 1:
             raise ValueError(f"step must be 1 to {recorded + 1}, got {step}: rank {rank} has recorded {recorded} steps")
@@ -224,7 +225,8 @@ def _failure(others: Future[Any] | None) -> BaseException | None:
 
 def _ended(fn: Any, step: int) -> NbdistError:
     return NbdistError(
-        f"{name_of(fn)} ended before step {step} of the recording: call it with the arguments that were recorded"
+        f"{name_of(fn)} ended before step {step} of the recording: give the function that was recorded, with the "
+        "arguments of that call"
     )
 
 

@@ -24,7 +24,7 @@ class Keyboard:
         self._channel, self._pid = channel, os.getpid()
         self.stdin = _StandardInput(self)
         self.refusal = ""
-        """Why the kernel would not answer; empty where it does."""
+        """The reason why the kernel would refuse to answer; empty if it answers."""
 
     def install(self) -> None:
         """Install this object for `input()`, `getpass()` and `sys.stdin`."""

@@ -60,10 +60,10 @@ class Outcomes:
 
         Args:
             value: The value that the function returned.
-            grouped: Whether it left the process group up.
+            grouped: Whether the process group is still up after the function.
             wanted: Whether the kernel wants the value.
             instead: Replacements of parts of the value, by their ids.
-            waited: Seconds that it waited for other ranks; less than one is not reported.
+            waited: The seconds for which the rank waited for others. Less than one second is not reported.
         """
         parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
         return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel

@@ -45,8 +45,8 @@ def note_inherited() -> None:
 
 
 class Settings:
-    """Setter of the settings that the notebook has changed since the last call; settings that calls change themselves
-    stay."""
+    """Setter for the settings that the notebook has changed since the last call. Settings that calls have changed in
+    the rank stay."""
 
     def __init__(self) -> None:
         self._pickled = dict(_inherited_pickles)

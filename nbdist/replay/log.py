@@ -76,8 +76,8 @@ class StepLog:
         if resumed or not (self.folder / "rank-0.json").exists():
             return ""
         return (
-            f"`record` must be a folder without a recording, got {str(self.folder)!r}: remove that folder, or name "
-            "another one"
+            f"the folder of a recording must not hold one already, got {str(self.folder)!r}: remove that folder, or "
+            "name another one"
         )
 
     def due(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..checks import shown
+from ..checks import check_path, shown
 from ..errors import entry_class
 from .log import StepLog
 from .random_states import random_state, set_random_state
@@ -56,6 +56,7 @@ class Recording:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *objects: Any) -> None:
+        check_path(folder, name="folder", usage="Recording(folder, model, optimizer)")
         for one in objects:
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
                 raise TypeError(

@@ -97,11 +97,12 @@ class Group:
             self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
             before_servers(self._end)
             self.underway = False
-            """True while a call was sent, in whole or in part, and is not known to be over."""
+            """True while a call has been sent, or a part of it, and may still run."""
             self._memory: dict[int, int | None] = {}
             self._looked_at = 0  # the rank whose memory is measured next
             self.raised: list[int] = []
-            """The ranks in which the last call raised. The rank whose exception was raised here comes first."""
+            """The ranks in which the last call raised an exception. The rank whose exception was raised in the kernel
+            is first."""
             self.dead = ""
             """The first death: which rank, and why; empty while all ranks live."""
 

@@ -25,19 +25,19 @@ class Edition:
     """A set that GroupLens publishes."""
 
     folder: str
-    """The folder in the archive."""
+    """The name of the folder in the archive."""
     md5: str | None
     """The archive's checksum, as GroupLens publishes it (`_URL` + ".md5"). None: the archive is replaced at times."""
     users: int
     movies: int
-    """Number of movies that have ratings."""
+    """The number of movies that have ratings."""
     ratings: int
     files: tuple[str, str]
     """The files with the ratings and with the movies."""
     read: Callable[[Path, Path], tuple[pl.DataFrame, pl.DataFrame]]
-    """Makes frames of those."""
+    """The function that makes frames of these files."""
     archive: str = ""
-    """The archive's name, where it differs from the folder's."""
+    """The archive's name, if it is not the folder's."""
 
 
 def movielens(
@@ -130,7 +130,8 @@ def _fastai_data() -> Path:
 
 
 def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Read ratings and movies, and check that they are complete; with `part`, that there are not too many."""
+    """Read ratings and movies, and check that they are complete. With `part`, check only that there are not too
+    many."""
     edition = EDITIONS[name]
     data, item = (folder / file for file in edition.files)
     frame, movies = edition.read(data, item)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .ratings import GENRES, SCHEMA, Ratings
 
 _BLOCK = 1 << 18
-"""Ratings, or keys, that are made at a time: what working memory is in proportion to."""
+"""The number of ratings, or keys, that are made at a time. The working memory is proportional to it."""
 
 _Floats = NDArray[np.float64]
 _Integers = NDArray[np.int64]
@@ -212,9 +212,10 @@ class MultiSlot(NamedTuple):
     """
 
     keys: NDArray[np.int32]
-    """Shape (samples, slots, keys per slot), each in 0 .. vocabulary - 1; each slot has keys of its own, descending."""
+    """The keys, shape (samples, slots, keys per slot), each from 0 to vocabulary - 1. Each slot has its own keys, in
+    descending order."""
     labels: NDArray[np.float32]
-    """0 or 1, shape (samples,)."""
+    """The labels, 0 or 1, shape (samples,)."""
 
 
 def synthetic_multislot(

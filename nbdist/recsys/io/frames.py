@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
+
+from ...checks import shown
 
 Tabular: TypeAlias = pl.DataFrame | pl.LazyFrame | Mapping[str, Any] | Any
 """The types that `frame_of` takes; `Any` is for frames of pandas, whose types need not be known here."""
@@ -63,8 +65,9 @@ def series_of(column: Any, name: str = "") -> pl.Series:
         found = pl.from_arrow(column)
         assert isinstance(found, pl.Series)
         return found
-    if isinstance(column, (str, bytes)):
-        raise TypeError(f"a column must be a sequence of values, got {column!r}")
+    if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
+        what = f"`{name}`" if name else "a column"
+        raise TypeError(f"{what} must be a list or another sequence of values, got {shown(column)}")
     if hasattr(column, "detach"):  # a tensor; torch need not be imported to know one
         column = column.detach().cpu().numpy()
     return pl.Series(name, column if isinstance(column, np.ndarray) else list(column))

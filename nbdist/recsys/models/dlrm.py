@@ -67,12 +67,12 @@ class DLRM(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        self.features = Features(cardinalities, dense_features, embedding_dim, device)
         if len(cardinalities) == 1 and not dense_features:
             raise ValueError(
                 "`cardinalities` must have two columns or more where there are no `dense_features`, got one: there is "
                 "nothing to take products of"
             )
-        self.features = Features(cardinalities, dense_features, embedding_dim, device)
         self.bottom_mlp: nn.Sequential | None = None
         if dense_features:
             self.bottom_mlp = nn.Sequential(

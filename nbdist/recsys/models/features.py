@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...checks import shown
 from ..loader.columns import Columns
-from .tables import Cardinality, PooledTables
+from .tables import Cardinality, PooledTables, check_cardinalities
 
 
 class Features(nn.Module):
@@ -33,6 +34,9 @@ class Features(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        check_cardinalities(cardinalities)
+        if isinstance(dense_features, str) or not isinstance(dense_features, Sequence):
+            raise TypeError(f"`dense_features` must be a list of names of columns, got {shown(dense_features)}")
         if not cardinalities:
             raise ValueError("`cardinalities` must have a column of codes, got none")
         if both := cardinalities.keys() & set(dense_features):

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count
 from ..loader.columns import Column, Columns, Ragged
 from .tables import SequenceTables
 
@@ -41,6 +42,7 @@ class NextItemModel(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        check_count(items, least=1, name="`items`")
         self.column, self.length, self.temperature = column, length, temperature
         # Small, so that steps of Adam turn the vectors of rare items too; multiplied again where they are read.
         small = functools.partial(nn.init.normal_, std=1 / embedding_dim)

@@ -10,11 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count, check_mapping, shown
 from ..loader.columns import Column, Columns, Ragged, ids_of
 from ..raw_ids import RawIds, RawTable
 
@@ -39,10 +41,22 @@ Cardinality: TypeAlias = int | RawIds
 """The number of a column's codes; or the options of its raw ids."""
 
 
+def check_cardinalities(cardinalities: Any) -> None:
+    """Raise `TypeError` or `ValueError` unless each column has a number of codes, or a `RawIds`."""
+    check_mapping(cardinalities, name="`cardinalities`", of="columns to their numbers of codes")
+    for name, size in cardinalities.items():
+        if isinstance(size, RawIds):
+            continue
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"`cardinalities[{name!r}]` must be the number of codes, or a RawIds(), got {shown(size)}")
+        check_count(size, least=1, name=f"`cardinalities[{name!r}]`")
+
+
 def _describe(
     cardinalities: Mapping[str, Cardinality], embedding_dim: int, init: Callable[[Tensor], Any] | None
 ) -> list[Table]:
     """Return a table for each column."""
+    check_cardinalities(cardinalities)
     for name in cardinalities:
         if not name or "." in name or name in _TAKEN:
             raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
+from ...checks import check_count, check_number
+
 Score: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Counts of occurrences, and batches since the last one, of some ids, int64, shape (n,) both → a number for each, shape
 (n,): ids with the smallest are evicted first."""
@@ -21,7 +23,7 @@ class RawIds:
     hashed to 64-bit integers first.
 
     Raises:
-        ValueError: An option is out of its range, or both `capacity` and `capacity_bytes` are given.
+        TypeError, ValueError: An option is out of its range, or both `capacity` and `capacity_bytes` are given.
 
     Examples:
         >>> import torch
@@ -65,16 +67,15 @@ class RawIds:
     def __post_init__(self) -> None:
         for name in ("capacity", "capacity_bytes", "admit_after", "time_to_live"):
             value = getattr(self, name)
-            optional = value is None and name != "admit_after"
-            if not optional and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 1):
-                raise ValueError(f"`{name}` must be an integer, at least 1, got {value!r}")
+            if value is not None or name == "admit_after":
+                check_count(value, least=1, name=f"`{name}`")
         if self.capacity is not None and self.capacity_bytes is not None:
             raise ValueError("give `capacity` or `capacity_bytes`, one of the two")
-        if not 0 < self.admit_probability <= 1:
+        check_number(self.admit_probability, above=0, name="`admit_probability`")
+        if self.admit_probability > 1:
             raise ValueError(f"`admit_probability` must be above 0 and at most 1, got {self.admit_probability!r}")
         if not callable(self.evict) and self.evict not in ("lru", "lfu"):
             raise ValueError(f'`evict` must be "lru", "lfu" or a function, got {self.evict!r}')
         if self.unknown not in ("zeros", "learned"):
             raise ValueError(f'`unknown` must be "zeros" or "learned", got {self.unknown!r}')
-        if not 0 <= self.bound < float("inf"):
-            raise ValueError(f"`bound` must be a number, at least 0, got {self.bound!r}")
+        check_number(self.bound, name="`bound`")

@@ -70,7 +70,12 @@ class RawTable(nn.Module):
 
         Args:
             ids: Integers, shape (ids,). The bits of unsigned 64-bit integers are read as signed integers.
+
+        Raises:
+            TypeError: The ids are no integers.
         """
+        if ids.is_floating_point() or ids.is_complex():
+            raise TypeError(f"raw ids must be integers, got {ids.dtype}: a float cannot hold all 64-bit ids")
         ids = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.long()
         if self.look_ups is not None:
             found, known = self.look_ups.vectors(self, ids, self.training and torch.is_grad_enabled())

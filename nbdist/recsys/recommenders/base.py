@@ -100,7 +100,7 @@ class Recommender(abc.ABC):
         Raises:
             KeyError: A user is not in the log: `recommend_for` takes a history.
         """
-        ids = series_of(users, "user").alias("user")
+        ids = series_of(users, "users").alias("user")
         codes = codes_of(ids, self.users)
         if (codes < 0).any():
             missing = ids.filter(pl.Series(codes < 0))
@@ -152,7 +152,7 @@ class Recommender(abc.ABC):
             >>> ItemKNN().fit(log).similar(["a"], 1)["items"].to_list()
             [['b']]
         """
-        ids = series_of(items, "item").alias("item")
+        ids = series_of(items, "items").alias("item")
         codes = self._codes_of_items(ids)
         itself = Ragged(codes, torch.arange(len(codes) + 1))
         found = best_of(self.items, itself, k, itself, self._similarities)
@@ -179,7 +179,7 @@ class Recommender(abc.ABC):
             ['a', 'c']
         """
         code = self._codes_of_items(pl.Series("item", [item]))
-        taken = lists_of([list(series_of(history, "item"))], self.items)
+        taken = lists_of([list(series_of(history, "history"))], self.items)
         shares, rest = self._contributions(taken.values, int(code[0]))
         ids = self.items.gather(taken.values.numpy()).alias("item")
         found = pl.DataFrame([ids, pl.Series("contribution", shares.numpy(), pl.Float32)])
@@ -252,8 +252,8 @@ class Recommender(abc.ABC):
         if (codes < 0).any():
             missing = ids.filter(pl.Series(codes < 0))
             raise KeyError(
-                f"{len(missing)} of {len(ids)} items are not in the log that {type(self).__name__} has learned from, "
-                f"the first is {missing[0]!r}: `items` has those that are"
+                f"{len(missing)} of {len(ids)} items are not in the log that {type(self).__name__} has learned from: "
+                f"the first is {missing[0]!r}. The attribute `items` has the known ones"
             )
         return torch.from_numpy(codes)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from ...checks import check_choice, check_count, check_flag, check_mapping
+from ...checks import check_choice, check_count, check_flag, check_mapping, shown
 from .. import ranks
 from ..io.frames import Tabular
 from .base import Recommender
@@ -143,7 +143,7 @@ def benchmark(
         progress: Print a line after each model.
 
     Returns:
-        The comparison. Its `table` is a frame; a notebook shows it with the intervals as bars.
+        The comparison. Its `table` is a frame; a notebook shows it with the intervals.
 
     Raises:
         ImportError: optuna or SciPy is not installed.
@@ -167,6 +167,8 @@ def benchmark(
     check_count(seed, least=0, name="`seed`")
     check_choice(metric, METRICS, name="`metric`")
     check_flag(progress, name="`progress`")
+    if protocol is not None and (isinstance(protocol, (str, type)) or not hasattr(protocol, "split")):
+        raise TypeError(f"`protocol` must be LeaveOneOut() or ByTime(valid, test), got {shown(protocol)}")
     _require()
     task = Task.of(columns_of(log, user, item, time), user, item, time, protocol or LeaveOneOut(), k)
     found, rows, parameters = {}, [], {}

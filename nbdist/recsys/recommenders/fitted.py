@@ -10,7 +10,7 @@ import polars as pl
 import torch
 from typing_extensions import Self
 
-from ...checks import check_count, check_flag
+from ...checks import check_count, check_flag, shown
 from .. import ranks
 from ..io.folders import atomic_folder
 from ..io.frames import Tabular, series_of
@@ -89,7 +89,7 @@ class FittedRecommender:
             if rows is None:
                 raise ValueError("`users` or `history` must be given, got neither: `known_users` has those of the log")
             users = rows[user].unique(maintain_order=True)
-        asked = series_of(users, user).alias(user)
+        asked = series_of(users, "users").alias(user)
         found = self._found(asked, k, rows, exclude_seen)
         flat = found.insert_column(0, asked).with_row_index("row").explode("items", "scores").drop_nulls("items")
         flat = flat.with_columns(rank=pl.int_range(1, pl.len() + 1).over("row"))
@@ -140,9 +140,13 @@ class FittedRecommender:
 
         Raises:
             KeyError: The item is not in the log.
+            TypeError: `user` is a list, or of another type than the ids of the log.
         """
         rows = None if history is None else self._columns.read_history(history)
-        (codes,) = [self._taken(pl.Series(self._columns.user, [user]), rows)]
+        asked = pl.Series(self._columns.user, [user])
+        if asked.dtype.is_nested():
+            raise TypeError(f"`user` must be the id of one user, got {shown(user)}")
+        codes = self._taken(asked, rows)
         model = self.model if len(codes.values) else self._popular
         found = model.explain(self.model.items.gather(codes.values.numpy()), item)
         return self._columns.like(found.rename({"item": self._columns.item}))
@@ -187,7 +191,7 @@ class FittedRecommender:
             TypeError: The type of a column is not its type in the log.
             ValueError: A column is missing, or an id is null.
         """
-        rows = self._together(self._columns.read(more))
+        rows = self._together(self._columns.read(more, "more"))
         liked = Interactions.of(self._columns.liked(rows), self._columns.user, self._columns.item, self._columns.time)
         return FittedRecommender(self.model.unfitted().fit_to(liked), rows, self._columns, self.comparison)
 

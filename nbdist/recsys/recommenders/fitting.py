@@ -131,18 +131,25 @@ def _with_least(columns: LogColumns, rows: pl.DataFrame) -> LogColumns:
     ratings = rows[columns.rating]
     if not ratings.dtype.is_numeric():
         raise TypeError(f"column {columns.rating!r} must be of numbers, got {ratings.dtype}")
-    if columns.min_rating is not None:
-        return columns
     known = ratings.fill_nan(None).drop_nulls() if ratings.dtype.is_float() else ratings.drop_nulls()
     if not len(known):
         raise ValueError(f"column {columns.rating!r} must have ratings, got none in {len(rows)} rows")
-    return columns.with_least(float(known.median()))  # type: ignore[arg-type]
+    if columns.min_rating is None:
+        return columns.with_least(float(known.median()))  # type: ignore[arg-type]
+    if columns.min_rating > (largest := known.max()):  # type: ignore[operator]
+        raise ValueError(f"`min_rating` must be at most the largest rating, {largest}, got {columns.min_rating}")
+    return columns
 
 
 def _candidates(models: Mapping[str, Any] | None, items: int) -> dict[str, Candidate]:
     if models is None:
         models = {"iALS": IALS, "neighbors": ItemKNN, "popularity": Popularity}
         models = {"EASE": EASE, **models} if items <= _EASE_ITEMS else models
+    if not isinstance(models, Mapping):
+        raise TypeError(
+            "models must be a recommender, such as EASE(100.0), or a mapping from names to recommenders, such as "
+            f"{{'EASE': EASE}}, got {shown(models)}"
+        )
     check_mapping(models, name="models", of="names to recommenders")
     for name, model in models.items():
         kind = model if isinstance(model, type) else type(model)

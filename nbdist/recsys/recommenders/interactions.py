@@ -68,23 +68,23 @@ def check_no_nulls(ids: pl.Series) -> None:
         )
 
 
-def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = ()) -> pl.DataFrame:
+def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: str = "log") -> pl.DataFrame:
     """Read some columns of a log, a frame or the path of Parquet files, and the optional columns that it has.
 
-    Raises `ValueError` for a column that is missing.
+    Raises `ValueError` for a column that is missing; `name` is the name of the log in errors.
     """
     try:
         rows = (
-            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, "log").lazy()
+            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, name).lazy()
         )
         there = rows.collect_schema()
     except (pl.exceptions.ComputeError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(f"log must be in Parquet files, got {str(log)!r}: {error}") from error
-    for name in columns:
-        if name not in there:
-            raise ValueError(f"log must have a column {name!r}, got {', '.join(map(repr, there))}")
+        raise ValueError(f"{name} must be in Parquet files, got {str(log)!r}: {error}") from error
+    for column in columns:
+        if column not in there:
+            raise ValueError(f"{name} must have a column {column!r}, got {', '.join(map(repr, there))}")
     words = pl.selectors.by_dtype(pl.Categorical, pl.Enum)  # which are ids as strings are
     return (
         rows.select(list(dict.fromkeys([*columns, *(one for one in optional if one in there)])))

@@ -34,14 +34,14 @@ class LogColumns:
         """The columns that are used."""
         return [name for name in (self.user, self.item, self.time, self.rating) if name is not None]
 
-    def read(self, log: Tabular) -> pl.DataFrame:
+    def read(self, log: Tabular, name: str = "log") -> pl.DataFrame:
         """Read the columns that are used. Raises `ValueError` if a column is missing or an id is null."""
-        return self._checked(columns_of(log, *self.columns()))
+        return self._checked(columns_of(log, *self.columns(), name=name))
 
     def read_history(self, rows: Tabular) -> pl.DataFrame:
         """Read the columns of users and items, and the column of ratings if there is one."""
-        frame = columns_of(rows, self.user, self.item, optional=() if self.rating is None else (self.rating,))
-        return self._checked(frame)
+        optional = () if self.rating is None else (self.rating,)
+        return self._checked(columns_of(rows, self.user, self.item, optional=optional, name="history"))
 
     def with_least(self, rating: float) -> LogColumns:
         """Return the same columns with this lowest rating of an item that the user likes."""
@@ -56,6 +56,8 @@ class LogColumns:
     @classmethod
     def load(cls, folder: Path) -> tuple[LogColumns, pl.DataFrame]:
         """Read the files that `write` has written. Raises `FileNotFoundError`, or `ValueError` for other files."""
+        if not (folder / _JSON).exists():
+            raise FileNotFoundError(f"{folder} must hold a recommender of fit_recommender, got no file {_JSON} there")
         try:
             described = json.loads((folder / _JSON).read_text("utf8"))
             if described.pop("format") != _FORMAT or described.pop("version") > _VERSION:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import polars as pl
 
+from ...checks import check_number
 from ..etl.splitting import Split, leave_one_out, time_split
 
 
@@ -55,6 +56,12 @@ class ByTime:
     """The share of validation rows, above 0 and below 1."""
     test: float = 0.1
     """The share of test rows, above 0 and below 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("valid", "test"):
+            check_number(getattr(self, name), above=0, name=f"`{name}`")
+        if self.valid + self.test >= 1:
+            raise ValueError(f"`valid` and `test` must together be below 1, got {self.valid} and {self.test}")
 
     def split(self, log: pl.DataFrame, user: str, time: str) -> Split[pl.DataFrame]:
         """Divide a log."""

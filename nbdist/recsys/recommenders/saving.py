@@ -55,6 +55,8 @@ def read(folder: Path) -> Saved:
         FileNotFoundError: A file is not there.
         ValueError: The files hold no model, do not fit each other, or come from a later version.
     """
+    if not (folder / _JSON).exists():
+        raise FileNotFoundError(f"{folder} must hold a saved recommender, got no file {_JSON} there")
     try:
         described = json.loads((folder / _JSON).read_text("utf8"))
         if described["format"] != _FORMAT or described["version"] > _VERSION:

@@ -29,7 +29,7 @@ def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.in
     if ids.dtype != known.dtype:
         if ids.dtype == pl.Null or not len(ids):
             return np.full(len(ids), -1)
-        raise TypeError(f"ids must be {known.dtype}, as the known ones, got {ids.dtype}")
+        raise TypeError(f"ids must be {known.dtype}, as in the log or index, got {ids.dtype}")
     places = pl.DataFrame({"id": known}).with_row_index("place")
     found = pl.DataFrame({"id": ids}).join(places, on="id", how="left", maintain_order="left")["place"]
     return found.cast(pl.Int64).fill_null(-1).to_numpy(writable=True)
@@ -41,7 +41,7 @@ def places_of(lists: Sequence[Sequence[Any]] | pl.Series, known: pl.Series) -> R
     Raises:
         TypeError: These are no lists, or the ids are of another kind.
     """
-    column = series_of(lists, "id").alias("id")
+    column = series_of(lists).alias("id")
     if not isinstance(column.dtype, pl.List) and len(column):
         raise TypeError(f"ids must be a list for each row, got {column.dtype}")
     rows = column.cast(pl.List(known.dtype)) if not len(column) else column
