@@ -17,21 +17,21 @@ from .disk import exchange, sync
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], overwrite: bool) -> Iterator[Path]:
-    """Yield a scratch folder; its subfolder ``whole`` becomes `folder` at the end, in one step.
+    """Yield a scratch folder. At the end, its subfolder ``whole`` becomes `folder`, in one step.
 
     The scratch folder is hidden, next to `folder`, and is removed at the end of the block in any case. If the process
     is killed it stays, under another name than `folder`, until the next call for the same `folder` removes it.
 
     A replaced folder exists until its successor does. If the file system cannot exchange two folders (NFS), a process
-    that is killed between two renames can leave neither: the next call for the same `folder` then first restores the
-    old one.
+    that is killed between two renames can leave neither. Then the next call for the same `folder` restores the old one
+    first.
 
-    In ranks all must call it; they wait for each other before `folder` appears.
+    On several ranks, all ranks must call it. They wait for each other before `folder` appears.
 
     Args:
         folder: The folder to make. It must not exist yet, or be empty, unless `overwrite` is true.
         replaceable: Patterns of file names. A folder with any other file in it is not replaced.
-        overwrite: Whether a folder that is there is replaced.
+        overwrite: Whether to replace an existing folder.
 
     Raises:
         FileExistsError: The folder exists and may not be replaced. Raised on all ranks, before anything is written.

@@ -23,7 +23,7 @@ class Footers:
     def __init__(self) -> None:
         self._remote: dict[str, pq.FileMetaData] = {}
         self._local: dict[Path, tuple[Any, pq.FileMetaData]] = {}
-        """Path → the state of the file, and its footer; the latest used last."""
+        """A mapping from each path to the state of the file, and its footer. The latest used path is the last."""
 
     def open(self, location: storage.Location) -> pq.ParquetFile:
         """Open a file. Raises the exceptions of `storage.parquet`."""

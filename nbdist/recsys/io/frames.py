@@ -12,7 +12,7 @@ import pyarrow as pa
 from ...checks import shown
 
 Tabular: TypeAlias = pl.DataFrame | pl.LazyFrame | Mapping[str, Any] | Any
-"""The types that `frame_of` takes; `Any` is for frames of pandas, whose types need not be known here."""
+"""The types that `frame_of` takes. `Any` is for frames of pandas, whose types need not be known here."""
 KINDS = "a frame of polars or pandas, an Arrow table, or a dict of columns"
 """The types that `frame_of` takes, for messages."""
 
@@ -24,7 +24,7 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
 
     Args:
         data: Any object.
-        where: The start of error messages.
+        where: The beginning of error messages.
 
     Raises:
         TypeError: `data` has rows, and polars has no type for a column.

@@ -16,17 +16,18 @@ class Partition:
     have the same number of batches, so no collective waits for a rank that has finished.
 
     Raises:
-        ValueError: A size is below 1, the remainder is unknown, or the rows cannot be divided in this way.
+        ValueError: A size is below 1, the `remainder` is unknown, or the rows cannot be divided in this way.
     """
 
     rows: int
     world_size: int
     batch_size: int
-    """Rows per step and rank."""
+    """The number of rows of a step on each rank."""
     remainder: str = "keep"
-    """"keep": every row exactly once; batches at the end are shorter, by different amounts on different ranks. "pad":
-    ranks have equally many rows, for which some of them repeat one row of another rank at the end. "drop": full
-    batches only; the up to ``world_size * batch_size - 1`` rows that are last in the epoch's order are left out."""
+    """"keep": every row is used exactly once; batches at the end are shorter, by different amounts on different ranks.
+    "pad": all ranks have the same number of rows; some ranks repeat one row of another rank at the end. "drop": only
+    full batches are used; the up to ``world_size * batch_size - 1`` rows that are last in the epoch's order are left
+    out."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.batch_size, "__index__"):
@@ -49,7 +50,7 @@ class Partition:
 
     @property
     def steps(self) -> int:
-        """Number of batches in an epoch, equal on every rank."""
+        """The number of batches in an epoch, equal on every rank."""
         if self.remainder == "drop":
             return self.rows // (self.world_size * self.batch_size)
         largest_share = -(-self.rows // self.world_size)
@@ -76,13 +77,13 @@ class Partition:
         return [stop if step == end else min(start + step * self.batch_size, stop - 1) for step in steps]
 
     def size(self, rank: int, step: int) -> int:
-        """Number of rows in batch `step` of `rank`."""
+        """Return the number of rows in batch `step` of `rank`."""
         return self.batch_start(rank, step + 1) - self.batch_start(rank, step)
 
     def repeats(self, rank: int) -> int:
-        """Number of rows at the end of `rank`'s span that repeat others, to make ranks even: 0 or 1."""
+        """Return the number of rows at the end of `rank`'s span that repeat other rows, to make ranks equal: 0 or 1."""
         return int(self.remainder == "pad" and 0 < self.rows % self.world_size <= rank)
 
     def size_without_repeats(self, rank: int, step: int) -> int:
-        """Number of rows of batch `step`, from the first, that are not repeats."""
+        """Return the number of rows of batch `step`, from the first, that are not repeats."""
         return self.size(rank, step) - (self.repeats(rank) if step == self.steps - 1 else 0)

@@ -17,13 +17,14 @@ class Features(nn.Module):
     """The columns of a batch that a click model uses.
 
     Args:
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. A list is the mean of its vectors.
-        dense_features: Columns of numbers.
-        embedding_dim: Columns of each table.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. The vectors of a list are averaged.
+        dense_features: The names of columns with one number per row.
+        embedding_dim: The width of the tables.
         device: The device of the tables.
 
     Raises:
-        ValueError: No column of codes, or one that is in both.
+        ValueError: There is no column of codes, or a column is both of codes and of numbers.
     """
 
     def __init__(
@@ -57,6 +58,6 @@ class Features(nn.Module):
 
 
 def linear_layers(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers from each width to the next one, with ReLU between them."""
+    """Make linear layers from each width to the next one, with ReLU between them."""
     layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*layers[:-1])

@@ -29,16 +29,16 @@ class Table:
 
     name: str
     num_embeddings: int
-    """Its rows; of a table of raw ids, which grows, the most that it may have, or 0."""
+    """The number of rows. For a table of raw ids, which grows: the largest number of rows, or 0 for no limit."""
     embedding_dim: int
     feature_names: list[str]
-    """The columns that are looked up in it."""
+    """The columns whose codes are looked up in the table."""
     init_fn: Callable[[Tensor], Any]
     """A function that initializes a part of the table, shape (rows, embedding_dim), in place."""
 
 
 Cardinality: TypeAlias = int | RawIds
-"""The number of a column's codes; or the options of its raw ids."""
+"""The number of codes of a column, or the options of its raw ids."""
 
 
 def check_cardinalities(cardinalities: Any) -> None:
@@ -75,20 +75,20 @@ def _describe(
 
 
 class PooledTables(nn.Module):
-    """A table for each column of codes, with its name. Each row gets one vector per column; the vectors of a list are
-    pooled.
+    """A collection with a table for each column of codes, named like the column. Each row of a batch gets one vector
+    per column; the vectors of a list are pooled.
 
     Args:
-        cardinalities: Column of codes → how many there are. Column of raw ids → a `RawIds`; its rows come and go in
-            training.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        mode: The pooling of a list's vectors: their "mean" or their "sum"; zeros where the list is empty.
-        init: Initializes a part of a table, shape (rows, embedding_dim), in place. None: uniform
-            ones, up to the inverse square root of the number of codes.
-        device: The device of the tables: "meta" if they are sharded and too large for one rank.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`, whose table gains and loses rows during training.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
+        mode: The pooling of a list's vectors: "mean" or "sum". An empty list gives zeros.
+        init: A function that initializes a part of a table, shape (rows, embedding_dim), in place. None: uniform
+            numbers, up to the inverse square root of the number of codes.
+        device: The device of the tables: "meta" if they will be sharded because they are too large for one rank.
 
     Raises:
-        ValueError: No table can have that name, for the tables are modules.
+        ValueError: A name of a column cannot be the name of a torch module.
 
     Examples:
         >>> import torch
@@ -129,7 +129,7 @@ class PooledTables(nn.Module):
         return self.tables
 
     def forward(self, batch: Columns) -> Tensor:
-        """Return the vectors of a batch, shape (rows, columns of all tables); the batch may have other columns, too."""
+        """Return the vectors of a batch, shape (rows, width of all tables). Other columns of the batch are ignored."""
         found: list[Tensor] = []
         bag: Any
         for name, bag in self.embedding_bags.items():
@@ -154,17 +154,17 @@ class PooledTables(nn.Module):
 
 
 class SequenceTables(nn.Module):
-    """A table for each column of lists of codes, with its name. Each code gets a vector.
+    """A collection with a table for each column of lists of codes, named like the column. Each code gets a vector.
 
     Args:
-        cardinalities: Column of codes → how many there are. Column of raw ids → a `RawIds`; its rows come and go in
-            training.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`, whose table gains and loses rows during training.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
         init: See `PooledTables`.
         device: See `PooledTables`.
 
     Raises:
-        ValueError: No table can have that name, for the tables are modules.
+        ValueError: A name of a column cannot be the name of a torch module.
 
     Examples:
         >>> import torch
@@ -210,7 +210,7 @@ class SequenceTables(nn.Module):
 
 @torch.no_grad()
 def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
-    """Initialize tables that have memory."""
+    """Initialize the tables that have memory."""
     for table in tables:
         weight: Any = modules[table.name].weight
         if not isinstance(modules[table.name], RawTable) and weight.device.type != "meta":

@@ -1,7 +1,7 @@
 """Reading of a checkpoint without running code from its files.
 
-torch unpickles the file `.metadata` of a checkpoint, and entries that are not tensors, without restriction. Here both
-may contain only what `save` writes.
+torch unpickles the file `.metadata` of a checkpoint, and entries that are not tensors, without restriction. Here, both
+may contain only the types that `save` writes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Reader(dcp.FileSystemReader):
     """A reader of a checkpoint's files that refuses a `.metadata` that `save` cannot have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the contents of the checkpoint, and their places.
+        """Return the contents of the checkpoint, and their positions in the files.
 
         Raises:
             FileNotFoundError: There is no checkpoint.
-            ValueError: `.metadata` holds something else than the description of a checkpoint.
+            ValueError: `.metadata` is not the description of a checkpoint.
         """
         path = Path(self.path) / ".metadata"
         with open(path, "rb") as file:

@@ -162,11 +162,12 @@ class Sharded:
         """Load a checkpoint of `save`, on any number of ranks and with any strategies. All ranks must call it.
 
         Args:
-            folder: The folder of `save`.
-            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
-            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
-                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
-                optimizers know nothing of the new ones yet.
+            folder: The folder that `save` has written.
+            optimizer: Whether to load the optimizer's state, too. Learning rates are not part of the state.
+            grow: The tables or parameters that may have more rows here than in the checkpoint. A mapping from the name
+                of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
+                of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
+                optimizer starts anew.
 
         Raises:
             ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these strategies; or a

@@ -23,19 +23,19 @@ class Categorify(Step):
     int64. If no training row has code 0 or 1, the rows of a table for them are not trained: see `fill_unknown`.
 
     Args:
-        *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or
-            list have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
+        *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Columns in a tuple or
+            list share one vocabulary, such as a movie and the movies seen before it: ``Categorify("user", ("movie",
             "seen"))``.
-        min_count: The smallest number of rows for a value to be in the vocabulary. Or a mapping from columns to
-            numbers; of columns with a common vocabulary, name one.
-        max_size: Codes that a column may have, null and unknown values included: the rarest values are left
-            out. None: any number. Or a mapping from columns to numbers.
-        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, the hash
-            of a value decides, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
-            max_size=n + 1`` there is no vocabulary: each value is hashed. Or a mapping from columns to numbers.
+        min_count: The smallest number of rows for a value to be in the vocabulary. It may be a mapping from columns to
+            numbers; of columns that share a vocabulary, name one.
+        max_size: The largest number of codes of a column, including null and unknown values: the rarest values are left
+            out. None: any number. It may be a mapping from columns to numbers.
+        num_buckets: The number of codes for values that are not in the vocabulary. If there are several, the hash of a
+            value selects one, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
+            max_size=n + 1`` there is no vocabulary: each value is hashed. It may be a mapping from columns to numbers.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -92,7 +92,7 @@ class Categorify(Step):
         return pl.Schema({**schema, **codes})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Collection[str] = ()) -> Stage:
-        """Return the codes of `names`; a `Join` has already added the codes for the columns in `coded`."""
+        """Return the codes of `names`, except for columns in `coded`, whose codes a `Join` has already added."""
 
         def run(frame: pl.LazyFrame) -> pl.LazyFrame:
             for name in names:
