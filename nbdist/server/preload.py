@@ -32,7 +32,7 @@ class Preloaded:
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.refused: list[str] = []
-        """Modules, with their sub-modules, that cannot be imported, or must not be before a fork."""
+        """Modules, with their submodules, that cannot be imported, or must not be imported before a fork."""
 
     def load(self, modules: list[str], path: list[str]) -> bool:
         """Import modules, found by `path`, and return whether this process can still be forked afterwards."""
@@ -67,7 +67,7 @@ class Preloaded:
 
 
 def log(text: str) -> None:
-    """Write to the kernel's standard error, if that can be: it may be a file on a full disk."""
+    """Write to the kernel's standard error, if that is possible: it may be a file on a full disk."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -47,8 +47,8 @@ class RayOptions:
     """`pack`: on as few nodes as possible. `spread`: on as many as possible. `strict_pack`: all on one node.
     `strict_spread`: each rank on a node of its own."""
     ranks_per_node: int = 1
-    """The number of ranks that are placed together, on one node. Ray places groups sooner, on a cluster of many equal
-    nodes. With `strict_spread`, each group has a node of its own."""
+    """The number of ranks in a group that Ray places together on one node. On a cluster of many equal nodes, groups are
+    placed sooner than single ranks. With `strict_spread`, each group has a node of its own."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The labels of the nodes that may be used, as Ray selects nodes: `{"ray.io/accelerator-type": "H100"}`."""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)

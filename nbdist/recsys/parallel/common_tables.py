@@ -151,8 +151,8 @@ class CommonTables:
                 yield table, state, key
 
     def _adds_to(self, i: int) -> None:
-        """Divide a table's mean gradient by the number of ranks, because without zero_grad further gradients will be
-        added to it."""
+        """Multiply a table's mean gradient by the number of ranks, if a further gradient will be added to it without
+        `zero_grad`: the next `exchange` divides by this number again."""
         table = self._tables[i]
         mean = self._means.pop(table, None)
         if mean is not None and table.grad is mean:

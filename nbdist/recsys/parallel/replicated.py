@@ -113,7 +113,7 @@ class Replicated:
             grow: The tables or parameters that may have more rows here than in the checkpoint. A mapping from the name
                 of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
                 of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
-                optimizer starts anew.
+                optimizer has no state yet.
 
         Raises:
             ValueError: The checkpoint is of another model or optimizer, or a table cannot grow in this way.

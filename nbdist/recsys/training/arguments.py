@@ -21,7 +21,7 @@ from .snapshots import Snapshots
 
 
 def check_model(model: Any) -> None:
-    """Raise an error unless this is a rank, and the model can be trained."""
+    """Raise an error unless this process is a rank, and the model can be trained."""
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
     if isinstance(model, nn.Module):
@@ -35,7 +35,7 @@ def check_options(
     gradient_accumulation_steps: int,
     check: str | None,
 ) -> None:
-    """Raise an error unless the options of the steps suit the model."""
+    """Raise an error unless the options of the steps fit the model."""
     if check not in (None, "nan"):
         raise ValueError(f'`check` must be "nan" or None, got {check!r}')
     check_precision(precision)
@@ -62,10 +62,10 @@ def check_options(
 def evaluation_of(
     goal: Objective, valid: Loader | None, metrics: Mapping[str, Any] | None, patience: int | None
 ) -> Evaluation:
-    """Return the evaluations; without `metrics`, for each task the metrics of click models.
+    """Return the evaluations. Without `metrics`, they have the metrics of click models for each task.
 
     Raises:
-        ValueError: There are no metrics for a loss of the user's, or metrics of a task without a loss.
+        ValueError: A loss function of the user is given without metrics, or a task has metrics but no loss.
     """
     if metrics is None:
         if valid is not None and any(one is not log_loss for one in goal.losses.values()):
@@ -79,7 +79,7 @@ def evaluation_of(
 
 
 def sends_ahead(model: Parallel, train: Loader, pipelined: bool | None) -> bool:
-    """Return whether the ids of the next batch are sent during the backward pass of this one."""
+    """Return whether the ids of the next batch are sent during the backward pass of the current batch."""
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
     return pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
@@ -125,8 +125,8 @@ def check_run(
 
 
 def check_steps(loader: Loader) -> None:
-    """Raise `ValueError` if ranks have loaders of their own with different numbers of steps: they would wait for
-    ever."""
+    """Raise `ValueError` if the loaders of the ranks have different numbers of steps, with which ranks would wait
+    forever."""
     lengths = ranks.all_gather(len(loader))
     for rank, length in enumerate(lengths):
         if length != lengths[0]:
