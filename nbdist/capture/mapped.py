@@ -38,7 +38,7 @@ class FilePart(NamedTuple):
         try:
             with open(self.path, "r+b" if self.access == WRITE else "rb") as file:
                 if os.fstat(file.fileno()).st_size < self.start + self.size:
-                    raise OSError("it is shorter now")
+                    raise OSError("the file is shorter now")
                 mapping = mmap.mmap(file.fileno(), before + self.size, access=self.access, offset=self.start - before)
         except OSError as exc:
             raise NbdistError(
@@ -107,7 +107,7 @@ def _changed(start: int, end: int) -> bool:
 
 def _warn_of_copy(what: str, nbytes: int) -> None:
     warnings.warn(
-        f"{what} of {nbytes / 1e9:.2f} GB is mapped from a file, but travels as a copy in shared memory: ranks cannot "
+        f"{what} of {nbytes / 1e9:.2f} GB is mapped from a file, but is sent as a copy in shared memory: ranks cannot "
         f"open that file again (it was deleted or replaced, or its pages were changed in this process alone)",
         stacklevel=2,
     )

@@ -22,7 +22,9 @@ class OnePerRank:
         return f"per_rank({self.values!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("per_rank(...) has to be an argument of the function itself, not a part of one or a variable")
+        raise TypeError(
+            "per_rank(...) must be an argument of the function itself, not a part of an argument or a variable"
+        )
 
 
 class Spread:

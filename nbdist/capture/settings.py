@@ -86,7 +86,7 @@ class SettingsSender:
             self._pickled[name] = pickled
         else:
             warnings.warn(
-                f"{_what(name)} do not hold in the ranks, for they cannot be pickled. "
+                f"{_what(name)} are not set in the ranks, because they cannot be pickled. "
                 f"settings=False sends no settings.",
                 stacklevel=3,
             )

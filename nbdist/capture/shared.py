@@ -90,7 +90,7 @@ def warn_of_shared_array(array: Any) -> None:
 
 def _warn_of_copy(what: str, maker: str) -> None:
     warnings.warn(
-        f"{what} in shared memory ({maker}) travels as a copy: what a rank writes to it is seen in that rank alone. To "
+        f"{what} in shared memory ({maker}) is sent as a copy: what a rank writes to it is seen in that rank alone. To "
         f"share it, open a multiprocessing.shared_memory.SharedMemory by its name in the function",
         stacklevel=2,
     )
@@ -104,7 +104,7 @@ def warn_of_trial(obj: Any) -> None:
         return
     if isinstance(obj.study._storage, storages.InMemoryStorage):
         warnings.warn(
-            f"trial {obj.number} of an Optuna study in memory travels as a copy: what ranks suggest and report, the "
+            f"trial {obj.number} of an Optuna study in memory is sent as a copy: what ranks suggest and report, the "
             f"study does not see. Suggest before the call and use what it returns, or give the study a storage: "
             f"optuna.create_study(storage='sqlite:///study.db')",
             stacklevel=2,

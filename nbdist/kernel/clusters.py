@@ -111,7 +111,7 @@ def cluster(
     Examples:
         >>> cluster(["host1", "host2"], nodes=2)
         Traceback (most recent call last):
-        ValueError: nodes=2 is for "slurm": the hosts are those of the list
+        ValueError: nodes=2 is for "slurm": a list names its hosts
 
     On four nodes of Slurm::
 
@@ -161,7 +161,7 @@ def _check_where(where: Any, nodes: Any) -> list[str] | None:
     if isinstance(where, str) or not where or not all(isinstance(host, str) and host for host in where):
         raise ValueError(f"where must be 'slurm' or a list of hosts, got {where!r}{nearest(where, ['slurm'])}")
     if nodes is not None:
-        raise ValueError(f'nodes={nodes!r} is for "slurm": the hosts are those of the list')
+        raise ValueError(f'nodes={nodes!r} is for "slurm": a list names its hosts')
     for host in where:
         if host.startswith("-") or list(where).count(host) > 1:
             raise ValueError(f"{host!r} is no host" if host.startswith("-") else f"{host!r} is there twice")

@@ -46,7 +46,7 @@ class Keyboard:
         self._channel.send(protocol.Prompt(prompt, shown, debugger, hidden))
         answer, _, _ = self._channel.receive(interruptible=True)
         if not isinstance(answer, protocol.Line):  # the kernel says goodbye
-            raise EOFError(f"{type(answer).__name__} in the place of a line")
+            raise EOFError(f"{type(answer).__name__} instead of a line")
         if answer.refusal:
             raise _refused(answer.refusal)
         if answer.line is None:

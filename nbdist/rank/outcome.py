@@ -163,7 +163,7 @@ class Outcomes:
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()
         if not isinstance(answer, protocol.Copied):  # the kernel says goodbye
-            raise EOFError(f"{type(answer).__name__} in the place of an answer")
+            raise EOFError(f"{type(answer).__name__} instead of an answer")
         return answer.copied
 
 

@@ -46,7 +46,7 @@ class _Process:
 
     def _fetch(self, number: int) -> None:
         if os.getpid() != self._pid:
-            raise NbdistError("a function of a pool can be called in the pool's workers alone, not in their children")
+            raise NbdistError("a function of a pool can be called only in the pool's workers, not in their children")
         self._channel.send(protocol.FunctionWanted(number))
         answer, parcel, _ = self._channel.receive()
         if not isinstance(answer, protocol.Function) or answer.header is None or parcel is None:

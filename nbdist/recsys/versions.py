@@ -86,8 +86,8 @@ def check_gpu(device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         raise RuntimeError(
             f"FBGEMM, by which TorchRec looks up rows, does not work on this GPU, {torch.cuda.get_device_name(device)} "
-            f"of compute capability {major}.{minor}: {str(error).splitlines()[0]}. Its wheels have code for some GPUs "
-            "alone, in release 1.6 for 8.x, 9.0 and 10.0. Use replicate(model, optimizer), which needs no FBGEMM"
+            f"of compute capability {major}.{minor}: {str(error).splitlines()[0]}. Its wheels have code only for some "
+            "GPUs, in release 1.6 for 8.x, 9.0 and 10.0. Use replicate(model, optimizer), which needs no FBGEMM"
         ) from error
 
 

@@ -51,13 +51,13 @@ class Preloaded:
                 self.refused.append(name)
                 continue
             except BrokenOff:  # half of it may be there: a fresh process goes on
-                print(f"nbdist: {name} takes long to import: ranks import it themselves", file=sys.stderr)
+                print(f"nbdist: {name} takes long to import, so each rank imports it", file=sys.stderr)
                 self.refused.append(name)
                 return False
             if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name
-                log(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
+                log(f"nbdist: {refused} {why} when imported, so each rank imports it\n")
                 self.refused.append(refused)
                 return False
             self.loaded.append(name)

@@ -201,7 +201,7 @@ class Server:
         """Refuse the modules whose import would end this process, and with it the ranks of other sessions."""
         new = [name for name in modules if name not in sys.modules and name not in self._preloaded.refused]
         while new and (crash := find_crash(new, path)):
-            print(f"nbdist: {crash.module} {crash.why} when imported: ranks import it themselves", file=sys.stderr)
+            print(f"nbdist: {crash.module} {crash.why} when imported, so each rank imports it", file=sys.stderr)
             self._preloaded.refused.append(crash.module)
             new.remove(crash.module)
 

@@ -32,7 +32,7 @@ def check_private(folder: str) -> None:
     """Raise `PermissionError` unless a folder belongs to this user and no other user can access it."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{folder} must be a folder, and no link")
+        raise PermissionError(f"{folder} must be a folder, not a link")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{folder} must belong to user {os.geteuid()}, got user {found.st_uid}")
     if found.st_mode & 0o077:

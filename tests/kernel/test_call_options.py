@@ -232,7 +232,7 @@ def test_per_rank_needs_an_item_for_each_rank(session: Session) -> None:
 
 
 def test_per_rank_is_an_argument_itself(session: Session) -> None:
-    with pytest.raises(CaptureError, match=r"per_rank.* has to be an argument of the function itself"):
+    with pytest.raises(CaptureError, match=r"per_rank.* must be an argument of the function itself"):
         session.run(print, [per_rank([1, 2, 3])])
     assert [item.name for item in explain(print, per_rank([1, 2])).items] == ["print", "argument 1"]
 

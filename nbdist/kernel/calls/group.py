@@ -190,7 +190,7 @@ class Group:
                 self.ranks.send(rank, message, **parts)
         except BlockingIOError:
             where = stacks.report(stacks.take(self.ranks, [rank]))
-            raise RankTimeout(f"not sent in the seconds of `timeout=`: rank {rank} takes nothing; {where}") from None
+            raise RankTimeout(f"a message was not sent within `timeout=`: rank {rank} reads nothing; {where}") from None
 
     def explain_gpu_error(self, rank: int, error: BaseException, *, lost: bool) -> list[str]:
         """Return lines to show under a rank's exception if a GPU caused it. `lost`: the rank cannot use its GPU now."""

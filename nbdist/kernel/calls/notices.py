@@ -71,10 +71,10 @@ class Notices:
         most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
         if seconds > LONG_CALL and shares[most] > MUCH_WAITING and most != least:
             one = shares[least] < shares[most] / 2
-            reason = "it is the one that they wait for" if one else "for none of them more than for the rest"
+            reason = f"rank {least} is the slowest" if one else "no rank is slower than the others"
             self._group.relay.cell.notice(
-                f"rank {most} waited {100 * shares[most]:.0f} % of the time for others, rank {least} "
-                f"{100 * shares[least]:.0f} %: {reason}. session.profile shows what {'it does' if one else 'they do'}"
+                f"rank {most} waited {100 * shares[most]:.0f} % of the time for other ranks, rank {least} "
+                f"{100 * shares[least]:.0f} %: {reason}. session.profile shows where the time goes"
             )
 
 

@@ -37,8 +37,8 @@ def attach(name: str) -> Session:
     folder = find_folder(name)
     if other := folder.other_version():
         raise NbdistError(
-            f"the session {name!r} was made with {other}: attach to it with that. `python -m nbdist replay {name}` "
-            f"shows its output with any version"
+            f"the session {name!r} was made with {other}: attach to it with the same version. "
+            f"`python -m nbdist replay {name}` shows its output with any version"
         )
     session = open_session(folder)
     session._follow()

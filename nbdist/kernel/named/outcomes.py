@@ -44,7 +44,7 @@ class Originals(Sequence[Any]):
         if not self._call:
             raise NbdistError(
                 f"the value refers to {', '.join(name for _, name in self._names)} of the notebook that made the call: "
-                f"run the cells here that define these"
+                f"run the cells that define them here, too"
             )
         keep: Keep = lambda key, namespace, name: name not in namespace  # noqa: E731
         pickled, *buffers = [memoryview(one) for one in self._call]
@@ -68,7 +68,7 @@ def value_of(record: Record, folder: str, originals: Sequence[Any], held: Callab
         try:
             pickled, *views = mapped(os.path.join(folder, head["file"]), head["parts"])
         except FileNotFoundError:
-            raise NbdistError("the value was dropped for the values of later calls (keep=)") from None
+            raise NbdistError("the value was removed to make room for the values of later calls (keep=)") from None
     else:
         pickled, *views = [memoryview(one) for one in record.buffers]
     parcel = Parcel(bytes(pickled), [], [])

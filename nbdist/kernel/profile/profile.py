@@ -67,7 +67,7 @@ class Profile:
         slow = max(waited, key=lambda other: waited[other])
         said = f"rank {rank} waited {shares[rank]['waiting']:.0%} of the time"
         if waited[slow] < 0.5 * sum(waited.values()):
-            return f"{said} for the others, for none of them more than for the rest"
+            return f"{said} for other ranks, none of which is slower than the rest"
         own = [step for step in self.steps if step.rank == slow]
         more = {kind: shares[slow][kind] - shares[rank][kind] for kind in ("loader", "compute")}
         kind = max(more, key=lambda kind: more[kind])

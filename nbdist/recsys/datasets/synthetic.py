@@ -51,7 +51,9 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
         raise ValueError(f"n_users and n_items must be positive, got {n_users} and {n_items}")
     most = max(n_users, n_items)
     if not most <= n_ratings <= n_users * n_items:
-        raise ValueError(f"n_ratings must be in {most}..{n_users * n_items} to cover all, got {n_ratings}")
+        raise ValueError(
+            f"n_ratings must be in {most}..{n_users * n_items} to cover all users and items, got {n_ratings}"
+        )
     rng = np.random.default_rng(seed)
     rate = rng.permutation(_popularity(n_users, n_items, n_ratings))
     pairs = _pairs(rate, n_users, n_ratings, rng)

@@ -72,7 +72,7 @@ class Part:
         """Read some columns of the rows, in order; raise `ValueError` if they cannot be read, or have changed."""
         (rows,) = self.collect([self.scan().select(columns)], engine)
         if rows.height != self.rows:
-            raise ValueError(f"{self}: there were more rows when it was first looked at")
+            raise ValueError(f"{self}: it had more rows when it was first read")
         return rows
 
     def __str__(self) -> str:

@@ -61,7 +61,9 @@ def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
                     "trained with another workflow"
                 )
         if len({vocabulary.num_buckets for vocabulary in known.values()}) > 1:
-            raise ValueError(f"columns {', '.join(known)} have one table, and differ in num_buckets: their codes clash")
+            raise ValueError(
+                f"columns {', '.join(known)} share one table, but differ in num_buckets, so that their codes conflict"
+            )
         codes = [code for code in _never_seen(list(known.values())) if code != padding]
         total = sum(int(vocabulary.counts.sum()) for vocabulary in known.values())
         if codes and total:

@@ -149,7 +149,7 @@ class Workflow:
             previous = Workflow.load(previous)
         if previous is not None and not isinstance(previous, Workflow):
             raise TypeError(
-                f"previous is a {type(previous).__name__}: a fitted workflow, or the folder of one, is needed"
+                f"`previous` must be a fitted workflow, or the folder of one, got {type(previous).__name__}"
             )
         with opened(source) as given:
             before = None if previous is None else previous._digest()
@@ -259,8 +259,9 @@ class Workflow:
         described = output.OutputFiles(num_files, row_group_size, compression, seed if shuffle else None)
         if training is None and uses_row_numbers(self.steps, wanted):
             raise ValueError(
-                "the workflow has a TargetEncoding: say training=True for the rows that it was fitted to, each of "
-                "which gets the mean of others then, and training=False for any other rows"
+                "`training` must be given for a workflow with a TargetEncoding: True for the rows that it was fitted "
+                "to, "
+                "which then get the means of other rows, and False for any other rows"
             )
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:

@@ -38,7 +38,9 @@ def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], ov
         ValueError: `folder` is a URI.
     """
     if storage.is_uri(folder):
-        raise ValueError(f"{folder}: object stores cannot rename a folder; name one on a disk that all ranks see")
+        raise ValueError(
+            f"{folder}: object stores cannot rename a folder; name a folder on a disk that all ranks can reach"
+        )
     target = Path(folder).expanduser().absolute()
     scratch = target.with_name(f".{target.name}.partial")
     lock = -1
@@ -67,7 +69,7 @@ def _check(target: Path, replaceable: Sequence[str], overwrite: bool) -> None:
         raise FileExistsError(f"{target} must be a folder or not exist, got a file")
     names = sorted(os.listdir(target))
     if names and not overwrite:
-        raise FileExistsError(f"{target} is there already: choose another folder, or say overwrite=True")
+        raise FileExistsError(f"{target} already exists: choose another folder, or give overwrite=True")
     for name in names:
         if not any(fnmatch(name, pattern) for pattern in replaceable):
             raise FileExistsError(f"{target} holds {name}, which is no {' or '.join(replaceable)}: it is not replaced")

@@ -54,7 +54,7 @@ def inspect(
     named = storage.find_partitioned(files)
     paths = [one.location for one in named]
     if not paths:
-        raise ValueError("the list of files names no file")
+        raise ValueError("files must name at least one file, got none")
     result: Inspected[Opened] = Inspected(paths, {}, [], [], {})
     for number, (path, file) in enumerate(zip(paths, named, strict=True)):
         try:

@@ -40,12 +40,13 @@ class Partition:
         if self.steps == 0:
             raise ValueError(
                 f"{self.rows} rows do not fill one batch of {self.batch_size} on each of {self.world_size} ranks, and "
-                "remainder='drop' leaves out all others: make batch_size smaller, or say remainder='keep' or 'pad'"
+                "remainder='drop' leaves out all others: use a smaller batch_size, or remainder='keep' or 'pad'"
             )
         if self.remainder == "keep" and self.rows // self.world_size < self.steps:
             raise ValueError(
-                f"{self.rows} rows cannot go once each to {self.world_size} ranks in equally many batches of at most "
-                f"{self.batch_size}: say remainder='pad' or 'drop', or use fewer ranks or another batch_size"
+                f"{self.rows} rows cannot be divided among {self.world_size} ranks, each row once, in equal numbers of "
+                f"batches of at most {self.batch_size}: use remainder='pad' or 'drop', fewer ranks or another "
+                "batch_size"
             )
 
     @property

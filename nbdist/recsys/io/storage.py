@@ -134,7 +134,7 @@ def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]
     found = sorted(name for name in files if fnmatch.fnmatchcase(name, "*.parquet"))
     partitions = sorted(name for name in folders if _PARTITION.fullmatch(name))
     if found and partitions:
-        raise ValueError(f"{folder} has both files ({found[0]}) and partitions ({partitions[0]}): name what is meant")
+        raise ValueError(f"{folder} has both files ({found[0]}) and partitions ({partitions[0]}): name one of the two")
     inner = [file for name in partitions for file in _in_folder(f"{folder}/{name}", entries)]
     return [f"{folder}/{name}" for name in found] + inner
 
@@ -180,7 +180,7 @@ def _find_remote(uri: str) -> list[tuple[str, str]]:
     if glob.has_magic(address):
         folder, _, pattern = address.rpartition("/")
         if glob.has_magic(folder):
-            raise ValueError(f"{uri}: a pattern for the last part of a URI only")
+            raise ValueError(f"{uri}: a pattern is possible only in the last part of a URI")
     filesystem, path = resolve(folder + mark + query)
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.File:

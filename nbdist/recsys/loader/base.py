@@ -29,7 +29,7 @@ class Loader(Adapter):
     result of `transform`. Batches may be views of shared memory: do not resize them.
 
     With a process group, make and use the loader on all ranks: the constructor compares their arguments, so that they
-    cannot have different numbers of steps and wait for one another for ever.
+    cannot have different numbers of steps and wait for one another forever.
 
     Each complete iteration is an epoch, and the next epoch has a new order. After an interrupted iteration, the next
     one starts the epoch again, in the same order, unless `load_state_dict` or `set_epoch` was called.
@@ -304,7 +304,7 @@ class Loader(Adapter):
                 if theirs[name] != value and not (name == "seed" and any_seed):
                     raise ValueError(
                         f"ranks do not agree about this loader: {name} is {value!r} on rank 0 and {theirs[name]!r} on "
-                        f"rank {rank}. Make it alike on all ranks, or give rank= and world_size="
+                        f"rank {rank}. Make it with equal arguments on all ranks, or give rank= and world_size="
                     )
 
     def _seed_of(self, *key: int) -> int:

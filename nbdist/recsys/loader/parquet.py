@@ -51,8 +51,9 @@ class ParquetFiles:
             self._partitions[name] = [value for value in values if isinstance(value, int)]
             if len(self._partitions[name]) < len(values):
                 raise ValueError(
-                    f"{self.paths[0]}: column {name!r}, after which a folder is called, has values that are no "
-                    "integers, and so no tensor: name the columns that are wanted with columns="
+                    f"{self.paths[0]}: column {name!r} comes from the names of folders, and its values are not "
+                    "integers, "
+                    "so it has no tensor: choose the columns to read with columns="
                 )
         types = {**found.types, **dict.fromkeys(self._partitions, pa.int64())}
         self.types = {name: types[name] for name in (types if columns is None else columns)}

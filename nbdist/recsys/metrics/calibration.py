@@ -60,7 +60,9 @@ class NormalizedEntropy(_OfProbabilities):
         only."""
         loss, share = super().compute(), self.positive / self.weight
         if not 0 < share < 1:
-            raise ValueError(f"NormalizedEntropy: labels of 1 are a share of {float(share):g}: it needs both labels")
+            raise ValueError(
+                f"NormalizedEntropy: labels must be both 0 and 1, got a share of {float(share):g} of labels of 1"
+            )
         entropy: Tensor = -(share * share.log() + (1 - share) * (1 - share).log())
         return loss / entropy
 
@@ -86,5 +88,5 @@ class Calibration(_OfProbabilities):
         """Return the ratio over all rows of all ranks. Raises `ValueError` without rows, or without a label of 1."""
         check_some_rows(self, self.weight)
         if not self.positive:
-            raise ValueError("Calibration: no row has the label 1, and the ratio needs one")
+            raise ValueError("Calibration: at least one row must have the label 1, got none")
         return self.predicted / self.positive

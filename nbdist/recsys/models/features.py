@@ -41,7 +41,7 @@ class Features(nn.Module):
         if not cardinalities:
             raise ValueError("`cardinalities` must have a column of codes, got none")
         if both := cardinalities.keys() & set(dense_features):
-            raise ValueError(f"column {min(both)!r} is in `cardinalities` and in `dense_features`: choose")
+            raise ValueError(f"column {min(both)!r} is in `cardinalities` and in `dense_features`: remove it from one")
         self.columns, self.dense_features = list(cardinalities), list(dense_features)
         self.embeddings = PooledTables(cardinalities, embedding_dim=embedding_dim, device=device)
 

@@ -88,7 +88,7 @@ class HSTU(NextItemModel):
             return None
         codes, times = batch[self.column], batch[self.times]
         if not isinstance(times, Ragged) or not isinstance(codes, Ragged) or len(times.values) != len(codes.values):
-            raise ValueError(f"`{self.times}` must have lists as long as those of `{self.column}`")
+            raise ValueError(f"`{self.times}` must have lists of the same lengths as `{self.column}`")
         known, there = padded(times, self.length + (not asked))
         if not asked:
             return known[:, :-1], known[:, 1:]  # an item is asked for when it comes

@@ -50,7 +50,7 @@ class _Tasks(nn.Module):
         if isinstance(tasks, str) or not tasks or len(set(tasks)) < len(tasks):
             raise ValueError(f"`tasks` must be names, each once, got {tasks!r}")
         if bad := [task for task in tasks if not task or "." in task or hasattr(nn.ModuleDict, task)]:
-            raise ValueError(f"no task can be called {bad[0]!r}, which means something else to torch: rename it")
+            raise ValueError(f"no task can have the name {bad[0]!r}, which torch uses itself: rename it")
         self.tasks = list(tasks)
         self.features = Features(cardinalities, dense_features, embedding_dim, device)
         self.width = len(cardinalities) * embedding_dim + len(dense_features)

@@ -59,7 +59,7 @@ def _describe(
     check_cardinalities(cardinalities)
     for name in cardinalities:
         if not name or "." in name or name in _TAKEN:
-            raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
+            raise ValueError(f"no table can have the name {name!r}, which torch uses itself: rename the column")
     found = []
     for name, size in cardinalities.items():
         if isinstance(size, RawIds):

@@ -101,4 +101,4 @@ def _check(metadata: Any) -> None:
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is not the name of a file in the folder")
         if type(place.offset) is not int or type(place.length) is not int or min(place.offset, place.length) < 0:
-            raise ValueError(f"bytes {place.offset!r} to {place.length!r} of {name} are none")
+            raise ValueError(f"bytes {place.offset!r} to {place.length!r} of {name} are not a part of a file")

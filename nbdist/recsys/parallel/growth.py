@@ -57,8 +57,8 @@ def resolve(
             raise ValueError(f"grow: {key} has {new} rows here, and {old} in {folder}: a table cannot lose rows")
         if len(parts) > old:
             raise ValueError(
-                f"grow: {name!r} has parts of {len(parts)} rows, and {folder} has {old} rows of it: give those of the "
-                "workflow that the checkpoint was trained with"
+                f"grow: {name!r} must have a weight for each of its {old} rows in {folder}, got {len(parts)}: give "
+                "`unknown_weights` of the workflow that the checkpoint was trained with"
             )
         found[key] = (old, new, parts)
     return found

@@ -165,8 +165,8 @@ def _check(model: nn.Module, of_ids: Mapping[str, Any], optimizer: Any, process_
         )
     if optimizer == "adam" and (sparse := sparse_tables(model)[0]):
         raise ValueError(
-            f"`optimizer` must be sgd, adagrad or a callable where a table says sparse=True, as {next(iter(sparse))} "
-            "does, got 'adam': torch has it for dense gradients alone"
+            f"`optimizer` must be sgd, adagrad or a callable if a table has sparse=True, as {next(iter(sparse))} has, "
+            "got 'adam': torch's Adam accepts only dense gradients"
         )
 
 

@@ -87,7 +87,9 @@ class FittedRecommender:
         rows = None if history is None else self._columns.read_history(history)
         if users is None:
             if rows is None:
-                raise ValueError("`users` or `history` must be given, got neither: `known_users` has those of the log")
+                raise ValueError(
+                    "`users` or `history` must be given, got neither: `known_users` are the users of the log"
+                )
             users = rows[user].unique(maintain_order=True)
         asked = series_of(users, "users").alias(user)
         found = self._found(asked, k, rows, exclude_seen)

@@ -111,11 +111,12 @@ class Task:
             part.join(before, on=user, how="semi", maintain_order="left")
             for part, before in zip(new, (train, known), strict=True)
         )
-        for what, part in (("learn from", train), ("choose among settings by", chooses), ("be found", found)):
+        for what, part in (("training", train), ("validation", chooses), ("the test", found)):
             if not len(part):
                 raise ValueError(
-                    f"`log` must have rows to {what}, got none in {len(log):,} rows under {protocol!r}: users who are "
-                    f"known, and take what they did not take before"
+                    f"`log` must have rows for {what}, got none of {len(log):,} rows with {protocol!r}: they must be "
+                    "of "
+                    f"users with earlier rows, and of items that these users have not taken before"
                 )
         about = {
             "protocol": repr(protocol),

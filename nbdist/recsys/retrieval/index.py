@@ -67,7 +67,7 @@ class ItemIndex:
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise ValueError(
-                f"{int(wrong.sum())} of {len(self.ids)} vectors are not finite, the first is that of id "
+                f"{int(wrong.sum())} of {len(self.ids)} vectors are not finite, the first belongs to id "
                 f"{self.ids[row]!r} in row {row}"
             )
 
@@ -159,7 +159,9 @@ class ItemIndex:
         try:
             import faiss
         except ImportError as error:
-            raise ImportError('FAISS is not installed: pip install "nbdist[faiss]"; search() does without') from error
+            raise ImportError(
+                'FAISS is not installed: pip install "nbdist[faiss]"; search() does not need it'
+            ) from error
         index = faiss.index_factory(self.vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
         vectors = np.ascontiguousarray(self.vectors.numpy())
         if not index.is_trained and len(vectors):

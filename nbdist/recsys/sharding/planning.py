@@ -135,9 +135,9 @@ class Planner:
             largest = max(least, key=lambda name: least[name])
             ways = ", ".join(constraints[largest].sharding_types)
             raise ValueError(
-                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest need is that "
-                f"of table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
-                "batches. Take more ranks, a strategy that splits the table, or more memory_bytes=. TorchRec says: "
+                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest is table "
+                f"{largest!r} ({ways}), which needs {least[largest]:,} bytes on one rank for weights, optimizer state "
+                "and batches. Use more ranks, a strategy that splits the table, or more memory_bytes=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         return plan, self._to_look_at(chosen.options, nranks)

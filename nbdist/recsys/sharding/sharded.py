@@ -97,8 +97,9 @@ class Sharded:
         """
         if self._fused:
             raise RuntimeError(
-                "clip_gradients() needs gradients that wait for the step, and tables of this model are updated in the "
-                "backward pass already: use shard(..., fused=False)"
+                "clip_gradients() must know all gradients before tables change, but tables of this model are updated "
+                "in "
+                "the backward pass: use shard(..., fused=False)"
             )
         waiting = self.optimizer.waiting
         square = torch.zeros((), dtype=torch.float64, device=collective_device())

@@ -61,7 +61,7 @@ def of_each(what: str, given: Mapping[str, T] | T, tables: Mapping[str, Table]) 
     found = by_table(given, tables)
     for name in tables:
         if name not in found:
-            raise ValueError(f"{what} says nothing about table {name!r}: add it, or '*' for all others")
+            raise ValueError(f"{what} has no entry for table {name!r}: add it, or '*' for all others")
     return found
 
 

@@ -129,7 +129,7 @@ def summary(model: nn.Module | Replicated | Sharded) -> Summary:
     plan = getattr(model, "plan", None)
     if plan is None:
         raise TypeError(
-            f"`model` must be a module, or what shard() or replicate() returned, got {type(model).__name__}"
+            f"`model` must be a module, or the result of shard() or replicate(), got {type(model).__name__}"
         )
     template = model._template
     apart = {

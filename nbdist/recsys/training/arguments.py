@@ -25,7 +25,7 @@ def check_model(model: Any) -> None:
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
     if isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be what shard() or replicate() returns, got {type(model).__name__}")
+        raise TypeError(f"`model` must be the result of shard() or replicate(), got {type(model).__name__}")
 
 
 def check_options(
@@ -44,8 +44,9 @@ def check_options(
     if model._fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
         what = "max_grad_norm=" if max_grad_norm is not None else "gradient_accumulation_steps="
         raise ValueError(
-            f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
-            "already: use shard(..., fused=False)"
+            f"{what} must know all gradients before tables change, but tables of this model are updated in the "
+            "backward "
+            "pass: use shard(..., fused=False)"
         )
     if precision == "fp16" and not isinstance(model, Replicated):
         raise ValueError(
@@ -69,7 +70,7 @@ def evaluation_of(
     """
     if metrics is None:
         if valid is not None and any(one is not log_loss for one in goal.losses.values()):
-            raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
+            raise ValueError('a loss of your own needs metrics, such as metrics={"rmse": RMSE()}')
         found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in goal.losses}
         metrics = found.get(ONLY, found)
     flat, tasks = by_task(metrics)
@@ -109,7 +110,7 @@ def check_run(
         raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
     for name in ("patience", "eval_every"):
         if counts[name] is not None and (valid is None or not metrics):
-            raise ValueError(f"`{name}` needs `valid` and a metric to go by")
+            raise ValueError(f"`{name}` needs `valid` and a metric")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
         raise ValueError(
             f"keep_best must be one of the metrics, {', '.join(metrics)}, and valid= must be given, "
@@ -119,8 +120,9 @@ def check_run(
     for option, chosen in (("keep_best", snapshots and snapshots.keep_best), ("patience", by_patience)):
         if chosen and metrics[chosen].higher_is_better is None:
             raise ValueError(
-                f"{option}= goes by {chosen!r}, and {type(metrics[chosen]).__name__} does not say whether more of it "
-                "is better: set higher_is_better of its class to True or False"
+                f"{option}= uses {chosen!r}, and {type(metrics[chosen]).__name__} does not define whether larger "
+                "values "
+                "are better: set higher_is_better of its class to True or False"
             )
 
 
@@ -132,5 +134,5 @@ def check_steps(loader: Loader) -> None:
         if length != lengths[0]:
             raise ValueError(
                 f"the loader of rank 0 has {lengths[0]} steps and that of rank {rank} has {length}: with unequal parts "
-                "ranks would wait for one another for ever. Let one loader divide all rows, or make the parts equal"
+                "ranks would wait for one another forever. Let one loader divide all rows, or make the parts equal"
             )

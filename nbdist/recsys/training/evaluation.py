@@ -198,8 +198,9 @@ def _update(
     if isinstance(metric, (Grouped, RetrievalMetric)):
         if users is None:
             raise TypeError(
-                f"{name}: {type(metric).__name__} ranks the rows of each user: predict has to return who they "
-                "are, too: predictions, targets, users"
+                f"{name}: {type(metric).__name__} ranks the rows of each user, so `predict` must also return the "
+                "users: "
+                "predictions, targets, users"
             )
         rows.append(users)
     if weights and not isinstance(metric, (Grouped, AUC, LogLoss, RMSE)):

@@ -126,8 +126,8 @@ class Objective:
         """Raise `ValueError` unless `predict` has returned these tasks."""
         if found.keys() != self.losses.keys():
             raise ValueError(
-                f"`predict` must return {_named(self.losses)} as `loss` has, got {_named(found)}: a dict from task to "
-                "predictions and targets goes with a dict from task to loss"
+                f"`predict` must return {_named(self.losses)}, like `loss`, got {_named(found)}: if `loss` is a dict "
+                "from task to loss, `predict` returns a dict from task to predictions and targets"
             )
 
 
@@ -233,8 +233,8 @@ def _check_third(task: str, loss: Loss) -> None:
     except TypeError:
         where = f"`loss` of {task!r}" if task else "`loss`"
         raise TypeError(
-            f"{where} must take predictions, targets and weights where weights are numbers, and return the mean by "
-            "weight; for booleans, which choose rows, two arguments do"
+            f"{where} must take predictions, targets and weights if weights are numbers, and return the weighted mean; "
+            "with booleans, which select rows, it takes only the first two"
         ) from None
     except ValueError:  # a function without a signature
         return

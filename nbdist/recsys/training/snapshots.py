@@ -167,8 +167,9 @@ class Snapshots:
         newest = there[-1]
         if not self.resume:
             raise ValueError(
-                f"{self.folder} has snapshots of a run, the newest {newest.name}: say resume=True to go on from it, "
-                "or give another folder"
+                f"{self.folder} has snapshots of a run, the newest {newest.name}: give resume=True to continue from "
+                "it, "
+                "or another folder"
             )
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
         for name in ("step", "world_size"):

@@ -178,7 +178,7 @@ def export_ensemble(
         workflow = Workflow.load(workflow)
     steps = served_steps(workflow, columns if columns is None else list(columns))
     if output in {*steps.inputs, *steps.outputs}:
-        raise ValueError(f"`output` must be another name than the columns', got {output!r}")
+        raise ValueError(f"`output` must not be the name of a column, got {output!r}")
     predict = predict or _plain_call
     others = [] if version is None else _other_versions(path, name, version, overwrite)
     number = version or 1
@@ -272,7 +272,7 @@ def _other_versions(path: Path, name: str, version: int, overwrite: bool) -> lis
     """
     there = [int(one.suffix[1:]) for one in path.glob(f"{name}.*") if one.suffix[1:].isdecimal()]
     if version in there and not overwrite:
-        raise FileExistsError(f"{path} has version {version} of {name} already: choose another, or say overwrite=True")
+        raise FileExistsError(f"{path} has version {version} of {name} already: choose another, or give overwrite=True")
     return [one for one in there if one != version]
 
 

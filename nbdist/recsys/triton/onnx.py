@@ -265,5 +265,5 @@ def _compare(path: Path, batch: Mapping[str, Tensor], answer: Tensor, output: st
     if not difference <= 1e-5 * max(1.0, float(answer.abs().max())):
         raise ValueError(
             f"the exported model's answers differ from the model's by up to {difference:.2g}: something in its forward "
-            "depends on the length or order of lists, or on chance"
+            "depends on the length or order of lists, or on random numbers"
         )

@@ -828,7 +828,7 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()  # empty: as good as not there
     paths = one.write(FRAME, out, num_files=2, progress=False)
-    with pytest.raises(FileExistsError, match="out is there already"):
+    with pytest.raises(FileExistsError, match="out already exists"):
         one.write(FRAME, out, progress=False)
     assert one.write(FRAME, out, num_files=1, overwrite=True, progress=False) == paths[:1]
     assert os.listdir(out) == ["part-00000.parquet"]

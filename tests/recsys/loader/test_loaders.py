@@ -116,7 +116,7 @@ def check_epochs(make: Any, s: dict[str, Any]) -> None:
     try:
         ranks = [make(rank) for rank in range(world)]
     except ValueError as error:
-        assert "cannot go once each" in str(error) or "do not fill one batch" in str(error)
+        assert "cannot be divided among" in str(error) or "do not fill one batch" in str(error)
         return
     first, second = ([epoch(one) for one in ranks] for _ in range(2))
     partition = ranks[0].partition
@@ -457,7 +457,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     refused("nothing.parquet: no such file", error=FileNotFoundError, files=tmp_path / "nothing.parquet")
     (tmp_path / "empty").mkdir()
     refused(r"empty: the folder has no \*.parquet", error=FileNotFoundError, files=tmp_path / "empty")
-    refused("names no file", files=[])
+    refused("must name at least one file", files=[])
     refused("a.parquet: column 'title' is there 0 times", columns=["title"])
     refused("no columns", columns=[])
     refused("b.parquet: not a whole Parquet file", good.read_bytes()[:-30])
@@ -707,7 +707,7 @@ def test_lists_of_lists_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_columns_of_one_name_and_batches_of_no_whole_number() -> None:
-    with pytest.raises(ValueError, match=r"columns \['a'\] are there twice"):
+    with pytest.raises(ValueError, match=r"columns \['a'\] occur twice"):
         MemoryLoader(pd.DataFrame([[1, 2]], columns=["a", "a"]), 1)
     for wrong in (2.0, "2"):
         with pytest.raises(ValueError, match="`batch_size` must be an integer, got"):

@@ -109,7 +109,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"`embedding_dim` must be a multiple of `heads` \(3\), got 8"):
         HSTU(30, embedding_dim=8, heads=3)
     model = HSTU(30, times="times", length=6, embedding_dim=8)
-    with pytest.raises(ValueError, match="`times` must have lists as long as those of `history`"):
+    with pytest.raises(ValueError, match="`times` must have lists of the same lengths as `history`"):
         model.query(batch_of([[5, 6]], [[1]]))
     with pytest.raises(KeyError, match="times"):
         model.query({"history": ragged([[5]])})

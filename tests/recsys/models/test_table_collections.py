@@ -73,7 +73,7 @@ def test_batches_that_cannot_be_looked_up_are_refused() -> None:
         tables({**batch(), "user": torch.tensor([1, 2, 3, 30])})
     with pytest.raises(ValueError, match="`mode` must be 'mean' or 'sum', got 'max'"):
         PooledTables(SIZES, mode="max")
-    with pytest.raises(ValueError, match="no table can be called 'keys'"):
+    with pytest.raises(ValueError, match="no table can have the name 'keys'"):
         SequenceTables({"keys": 3})
 
 

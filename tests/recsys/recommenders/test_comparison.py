@@ -119,7 +119,7 @@ def test_a_line_for_each_model(capsys: pytest.CaptureFixture[str]) -> None:
         (
             {"log": planted(2).head(2)},
             ValueError,
-            "`log` must have rows to choose among settings by, got none in 2 rows",
+            "`log` must have rows for validation, got none of 2 rows",
         ),
         ({"protocol": ByTime(0.6, 0.6)}, ValueError, "together less than 1"),
     ],

@@ -72,8 +72,9 @@ class Categorify(Step):
             size, least = self.max_size[name], 1 + self.num_buckets[name]
             if size is not None and require_integer(size, "Categorify: max_size") < least:
                 raise ValueError(
-                    f"Categorify: max_size={size} of column {name!r}: at least {least}, null and "
+                    f"Categorify: `max_size` of column {name!r} must be at least {least}, for null and "
                     + ("unseen" if least == 2 else f"{least - 1} buckets")
+                    + f", got {size}"
                 )
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
@@ -86,8 +87,8 @@ class Categorify(Step):
                 codes[name] = pl.List(pl.Int64()) if isinstance(schema[name], pl.List) else pl.Int64()
                 if types[-1] != types[0]:
                     raise ValueError(
-                        f"{where}: Categorify: {group[0]!r} and {name!r} are to have one vocabulary, and their values "
-                        f"are {types[0]} and {types[-1]}: cast one of them"
+                        f"{where}: Categorify: {group[0]!r} and {name!r} share one vocabulary, but their types are "
+                        f"{types[0]} and {types[-1]}: cast one of them"
                     )
         return pl.Schema({**schema, **codes})
 
@@ -199,7 +200,7 @@ class Categorify(Step):
             if "buckets" in one:
                 buckets = saved.table(one["buckets"], counts)["count"]
             if frame["value"].has_nulls() or frame["value"].is_duplicated().any() or len(buckets) < 1:
-                raise ValueError(f"{one['vocabulary']}: each `value` must be there once, and none be null")
+                raise ValueError(f"{one['vocabulary']}: each `value` must occur once, and none may be null")
             for seen in (frame["count"], buckets, pl.Series([require_integer(one["nulls"], "nulls")])):
                 if seen.has_nulls() or (seen < 0).any():
                     raise ValueError(f"{one['vocabulary']}: counts must be at least 0")

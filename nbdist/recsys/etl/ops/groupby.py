@@ -59,11 +59,13 @@ class JoinGroupby(StatisticsStep):
             raise ValueError("JoinGroupby: no keys are named")
         for stat in self.stats:
             if stat not in _STATISTICS:
-                raise ValueError(f"JoinGroupby: stats: {stat!r} is none of {', '.join(map(repr, _STATISTICS))}")
+                raise ValueError(
+                    f"JoinGroupby: `stats` must be among {', '.join(map(repr, _STATISTICS))}, got {stat!r}"
+                )
         if (self.stats != ["count"]) != bool(self.columns):
             raise ValueError(
-                f"JoinGroupby: columns={self.columns} with stats={self.stats}: 'count' is of rows, all others are of "
-                "columns"
+                f"JoinGroupby: columns={self.columns} does not fit stats={self.stats}: all statistics except 'count' "
+                "need columns"
             )
         self._made: dict[str, tuple[list[str], str | None, str]] = {}
         made: list[tuple[str, str | None, str]]

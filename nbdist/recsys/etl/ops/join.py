@@ -61,7 +61,7 @@ class Join(Step):
         for name in [*self.on, *self.adds]:
             require(name, there, where)
         if both := set(self.on) & set(self.adds):
-            raise ValueError(f"{where}: column {min(both)!r} is the key and is there already")
+            raise ValueError(f"{where}: column {min(both)!r} is the key, which the rows already have")
         self.table = _read(frame.select([*self.on, *self.adds]).drop_nulls(self.on), where)
         twice = self.table.filter(pl.struct(self.on).is_duplicated()).head(1)
         if len(twice):
@@ -81,7 +81,10 @@ class Join(Step):
                 )
         for name in self.adds:
             if name in schema:
-                raise ValueError(f"{where}: Join: column {name!r} of the table is in the rows already: say columns=")
+                raise ValueError(
+                    f"{where}: Join: column {name!r} of the table is in the rows already: choose the columns to add "
+                    "with columns="
+                )
         return pl.Schema({**schema, **{name: self.table.schema[name] for name in self.adds}})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Sequence[str] = ()) -> Stage:

@@ -66,7 +66,9 @@ class Filter(RowStep):
         expressions.check_rows(self.condition, schema, f"{where}: Filter")
         dtype = pl.LazyFrame(schema=schema).select(it=self.condition).collect_schema()["it"]
         if dtype != pl.Boolean():
-            raise ValueError(f"{where}: Filter: {self.condition} is {dtype}: true or false is needed")
+            raise ValueError(
+                f"{where}: Filter: the condition must be true or false, got {self.condition} of type {dtype}"
+            )
         return schema
 
     def over(self, given: Input, reading: Reading) -> Input:

@@ -90,9 +90,9 @@ class StatisticsStep(Step):
                 continue
             types = {key(each): value_type(schema[each], "fit") for each in one.keys}
             if {each: dtype for each, dtype in table.schema.items() if each.startswith(key(""))} != types:
-                raise ValueError(f"{self}: {name!r} cannot go on from the previous workflow: its keys were others")
+                raise ValueError(f"{self}: {name!r} cannot continue the previous workflow, which had other keys")
             if one.squares and table[SQUARES].null_count():
-                raise ValueError(f"{self}: {name!r} cannot go on from the previous workflow: it had no std or var")
+                raise ValueError(f"{self}: {name!r} cannot continue the previous workflow, which had no std or var")
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """Return `learnt`: {name: file}, the files with the tables that `moments.py` describes."""
