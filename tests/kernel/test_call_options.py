@@ -65,8 +65,8 @@ def test_each_option_can_be_said_to_the_magic() -> None:
         "--restarts 2": {"restarts": 2},
         "--min-ranks 1": {"min_ranks": 1},
         "--name ratings": {"name": "ratings"},
-        "--idle 60": {"idle": 60.0},
-        "--keep 1048576": {"keep": 1 << 20},
+        "--name ratings --idle 60": {"name": "ratings", "idle": 60.0},
+        "--name ratings --keep 1048576": {"name": "ratings", "keep": 1 << 20},
     }
     for line, options in said.items():
         assert start_options(parser.parse_args(["start", "2", *line.split()])) == options, line

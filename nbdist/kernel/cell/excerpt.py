@@ -137,7 +137,7 @@ class Excerpt:
         self._waits, self._shown_at = False, time.monotonic()
         lines = "".join(self._last).splitlines()[-TAIL:]
         lines = [line.rpartition("\r")[2][:_WIDTH] for line in lines]
-        title = f"... {self._lines:,} lines, of which these are the last {len(lines)}; {self._kept}"
+        title = f"... {self._lines:,} lines; these are the last {len(lines)}; {self._kept}"
         if self._left_out:
             title += f", but for {self._left_out:,} lines that the nodes keep: session.logs(rank)"
         update, self._display = bool(self._display), self._display or uuid.uuid4().hex

@@ -136,8 +136,9 @@ def _with_least(columns: LogColumns, rows: pl.DataFrame) -> LogColumns:
         raise ValueError(f"column {columns.rating!r} must have ratings, got none in {len(rows)} rows")
     if columns.min_rating is None:
         return columns.with_least(float(known.median()))  # type: ignore[arg-type]
-    if columns.min_rating > (largest := known.max()):  # type: ignore[operator]
-        raise ValueError(f"`min_rating` must be at most the largest rating, {largest}, got {columns.min_rating}")
+    largest = float(known.max())  # type: ignore[arg-type]
+    if columns.min_rating > largest:
+        raise ValueError(f"`min_rating` must be at most the largest rating, {largest:g}, got {columns.min_rating}")
     return columns
 
 
@@ -204,6 +205,6 @@ def _said(comparison: Comparison, columns: LogColumns, liked: int, rows: int, me
     of = "" if columns.rating is None else f" of {rows:,} ({columns.rating} ≥ {columns.min_rating:g})"
     users = comparison.about["users"]
     return (
-        f"{first['model']}{given} is taken: {name} {first[name]:.4f} of hidden rows of {users:,} users"
+        f"{first['model']}{given} is chosen: {name} {first[name]:.4f} on hidden rows of {users:,} users"
         f"{''.join(f', {one}' for one in compared)}. It has learned from {liked:,} rows{of}."
     )
