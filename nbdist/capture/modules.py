@@ -94,9 +94,9 @@ def modified(file: str) -> float | None:
 
 
 def version(file: str) -> tuple[int, ...]:
-    """Return device, inode, size in bytes and modification time (ns) of a file; an empty tuple if there is no file.
+    """Return the version of a file: device, inode, size in bytes, modification time (ns); empty if there is no file.
 
-    If an older file replaces another file, the version changes, too.
+    So the version also changes if an older file replaces the file.
     """
     try:
         found = os.stat(file)

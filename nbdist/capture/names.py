@@ -179,6 +179,6 @@ class Outputs(dict[int, Any]):
 
     def __missing__(self, number: Any) -> Any:
         raise KeyError(
-            f"Out[{number!r}] was not sent: only outputs are that the function names by number; "
+            f"Out[{number!r}] was not sent: a function gets only the outputs that it names by number; "
             f"need={{'value': Out[{number!r}]}} sends any other"
         )

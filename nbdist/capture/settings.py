@@ -13,7 +13,7 @@ The settings and their sources:
 | environment, folder, module path | `os.environ`, `os.getcwd()`, `sys.path` |
 | print options, error state | `numpy.get_printoptions()`, `numpy.geterr()`, `numpy.geterrcall()` |
 | options that are not at their default | `pandas.get_option` |
-| parameters that are not at their default, but for the backend's | `matplotlib.rcParams` |
+| parameters that are not at their default, except the backend's | `matplotlib.rcParams` |
 | options that are not at their default | `sklearn.get_config()`, `polars.Config` |
 | default dtype and device, precisions, deterministic mode, grad mode, autocast, flags of kernels | `torch` |
 """

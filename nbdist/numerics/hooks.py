@@ -96,7 +96,7 @@ def around_steps(
 ) -> None:
     """Call `before(optimizer, args, kwargs)` and `after(optimizer, ...)` around steps, until the stack closes.
 
-    `before` may return other arguments, the first of which is the optimizer. If a step calls the step of its base
+    `before` may return other arguments, beginning with the optimizer. If a step calls the step of its base
     class, both functions are called for each of the two.
     """
     stack.callback(register_optimizer_step_pre_hook(before).remove)

@@ -102,7 +102,7 @@ class Search:
         return error("loss", step, value, op=node.op, module=module, after=True, **about)
 
     def gradient_error(self, parameters: Sequence[Tensor], step: int, node: Any) -> NotFinite:
-        """Return the error for gradients of which some are not finite. `node` is the node of the last loss in its
+        """Return the error for gradients if some are not finite. `node` is the node of the last loss in its
         graph."""
         found = self.bad_parameter(parameters, step - 1)
         if found is not None:

@@ -170,7 +170,7 @@ def import_beside(names: Sequence[str]) -> None:
 
 
 def _notify(text: str) -> None:
-    """Write to standard error. No warning: the notebook's filters may make that an error, and the call has returned."""
+    """Write a text to standard error. A warning could become an error by the notebook's filters, after the call."""
     with contextlib.suppress(Exception):
         sys.stderr.write(text)
 

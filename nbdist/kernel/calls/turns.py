@@ -64,7 +64,7 @@ class Turns:
             future.cancel()
 
     def post_mortem(self, rank: int | None, commands: Iterable[str] | None) -> None:
-        """Open pdb in a rank that raised an exception. The arguments are those of `Session.post_mortem`."""
+        """Open pdb in a rank that raised an exception. The arguments are the arguments of `Session.post_mortem`."""
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
     def _debug(self, rank: int | None, commands: Iterable[str] | None) -> None:

@@ -61,16 +61,16 @@ def movielens(
         name: "100k", "1m", "10m", "20m", "25m", "32m" or "latest-small".
         path: The unpacked folder, or a folder that contains it.
         download: False never uses the network.
-        synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
-            warning that says so.
+        synthetic: Whether to return `synthetic_ratings` of the same size, with a warning, if the server cannot be
+            reached.
         url: The address of the download. None: from GroupLens. It must have GroupLens's checksum.
 
     Raises:
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or there is no source and `download` is False.
         ConnectionError: The server cannot be reached, or the download broke off several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
-        ValueError: A file has another format, or the set has another number of ratings (of a folder that
-            is named: more than that); the message names the file.
+        ValueError: A file has another format, or another number of ratings than the set (for a folder of `path`: more
+            ratings). The message names the file.
 
     Examples:
         >>> from nbdist.recsys.datasets import movielens

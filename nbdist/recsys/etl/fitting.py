@@ -34,7 +34,7 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
     found = []
     for name, kind in needs.items():
         if name not in schema:
-            raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
+            raise ValueError(f"{where}: there is no column {name!r}; the columns are {', '.join(map(repr, schema))}")
         dtype = schema[name]
         if type_name(dtype) == kind:
             continue

@@ -68,7 +68,7 @@ def with_rows(
     reading: Reading,
     fitting: bool = False,
 ) -> Input:
-    """Return the rows after `steps`, none of which is a `RowStep`, and then `step`. All ranks must call it.
+    """Return the rows after `steps` and `step`. None of `steps` is a `RowStep`. All ranks must call it.
 
     Args:
         columns: The columns that must exist before `step`.

@@ -162,4 +162,4 @@ def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
     there = rows.collect_schema()
     for name in columns:
         if name not in there:
-            raise ValueError(f"there is no column {name!r}, but {', '.join(map(repr, there))}")
+            raise ValueError(f"there is no column {name!r}; the columns are {', '.join(map(repr, there))}")

@@ -148,7 +148,7 @@ def _tables(model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module
 
 
 def _never_seen(vocabularies: list[Vocabulary]) -> list[int]:
-    """Return those of the codes for null and unseen values that occurred in none of a table's columns."""
+    """Return the codes for null and unseen values that did not occur in any of a table's columns."""
     nulls = sum(vocabulary.nulls for vocabulary in vocabularies)
     buckets = zip(*(vocabulary.bucket_counts for vocabulary in vocabularies), strict=True)
     return [NULL_CODE] * (not nulls) + [code for code, counts in enumerate(buckets, UNSEEN_CODE) if not any(counts)]

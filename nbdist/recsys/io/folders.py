@@ -76,7 +76,7 @@ def _check(target: Path, replaceable: Sequence[str], overwrite: bool) -> None:
 
 
 def _claim(scratch: Path, target: Path) -> int:
-    """Make the scratch folder, for this process alone, empty but for ``whole``. Returns its lock, a descriptor."""
+    """Make the scratch folder, for this process alone, empty except for ``whole``. Returns its lock, a descriptor."""
     scratch.mkdir(parents=True, exist_ok=True)
     lock = os.open(scratch, os.O_RDONLY)
     try:

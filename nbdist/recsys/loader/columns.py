@@ -181,7 +181,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
         ValueError: A column is missing, or has another shape.
     """
     if name not in batch:
-        raise ValueError(f"the batch has no column {name!r}, but {', '.join(batch)}")
+        raise ValueError(f"the batch has no column {name!r}; its columns are {', '.join(batch)}")
     column = batch[name]
     if not isinstance(column, Ragged) and column.ndim != 1:
         raise ValueError(f"column {name!r} has shape {tuple(column.shape)}: a list or one id per row is needed")

@@ -176,7 +176,7 @@ class ParquetLoader(Loader):
             need = -(-16 * (largest.size + 8 * largest.rows + other_bytes) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
-                f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Say memory_bytes={need} or "
+                f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Use memory_bytes={need} or "
                 "more, or write the file with smaller row groups"
             )
         super().__init__(

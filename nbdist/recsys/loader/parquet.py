@@ -149,7 +149,8 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Loca
     for name in names:
         if schema.names.count(name) != 1:
             raise ValueError(
-                f"{path}: column {name!r} is there {schema.names.count(name)} times; it has {schema.names}"
+                f"{path}: column {name!r} must be in the file once, got {schema.names.count(name)} times in "
+                f"{schema.names}"
             )
         check_type(schema.field(name).type, f"{path}: column {name!r}")
     return {name: _plain(schema.field(name).type) for name in names}

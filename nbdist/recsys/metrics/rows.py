@@ -161,7 +161,7 @@ class LogLoss(_Mean):
             losses = nn.functional.binary_cross_entropy_with_logits(preds.double(), labels, reduction="none")
         else:
             if len(preds) and not 0 <= float(preds.min()) <= float(preds.max()) <= 1:
-                raise ValueError("predictions are not probabilities: give sigmoid(predictions), or say logits=True")
+                raise ValueError("predictions are not probabilities: give sigmoid(predictions), or logits=True")
             losses = nn.functional.binary_cross_entropy(preds.double(), labels, reduction="none")
         self._add(losses, weights)
 

@@ -52,7 +52,9 @@ class Features(nn.Module):
         for name in self.dense_features:
             column = batch.get(name)
             if not isinstance(column, Tensor) or column.ndim != 1:
-                raise ValueError(f"the batch has no column {name!r} with one number per row, but {', '.join(batch)}")
+                raise ValueError(
+                    f"the batch has no column {name!r} with one number per row; its columns are {', '.join(batch)}"
+                )
             numbers.append(column[:, None].to(pooled.dtype))
         return pooled.unflatten(1, (len(self.columns), -1)), torch.cat(numbers, dim=1)
 

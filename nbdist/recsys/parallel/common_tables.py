@@ -47,7 +47,7 @@ def dense_gradient(name: str) -> RuntimeError:
     """Return the error for a table with a dense gradient."""
     return RuntimeError(
         f"{name} has a dense gradient, though its table says sparse=True: something else than looking rows up uses it. "
-        "Say sparse=False there"
+        "Use sparse=False for this table"
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .fused_rows import FusedAdagrad
 
 FUSED = True
-"""Whether to use Triton's kernel on a device that has one."""
+"""True if Triton's kernel is used on devices that have one."""
 
 
 class RowSteps:

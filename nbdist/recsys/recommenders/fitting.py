@@ -126,7 +126,7 @@ def _columns(
 
 def _with_least(columns: LogColumns, rows: pl.DataFrame) -> LogColumns:
     """Return the columns, with the lowest rating of an item that the user likes."""
-    if columns.rating is None:
+    if columns.rating is None or not len(rows):
         return columns
     ratings = rows[columns.rating]
     if not ratings.dtype.is_numeric():

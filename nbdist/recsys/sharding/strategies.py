@@ -105,7 +105,7 @@ def column_parts(strategy: str, nranks: int, local: int) -> int:
 
 
 def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int) -> str:
-    """Return the reason why a table cannot be sharded in this way; empty if it can. The arguments are those of
+    """Return the reason why a table cannot be sharded in this way; empty if it can. For the arguments, see
     `column_parts`."""
     rows, columns = table.config.num_embeddings, table.config.embedding_dim
     if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:

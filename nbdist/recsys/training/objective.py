@@ -216,7 +216,9 @@ def weights_of(batch: Any, column: str | None) -> Tensor | None:
     weights = batch.get(column) if isinstance(batch, Mapping) else None
     if not isinstance(weights, Tensor) or weights.ndim != 1:
         there = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"`sample_weight`: the batch has no column {column!r} with one number per row, but {there}")
+        raise ValueError(
+            f"`sample_weight`: the batch has no column {column!r} with one number per row; its columns are {there}"
+        )
     if weights.dtype == torch.bool:
         return weights
     weights = weights.float()

@@ -410,7 +410,7 @@ def test_a_null_that_no_server_can_normalize(tmp_path: Path) -> None:
         (lambda: JoinGroupby("a_b", ("a", "b")), "'a_b_count' would be made twice"),
         (lambda: DifferenceLag("a", by="b", shift=0), "`shift` must be .* got 0"),
         (lambda: DifferenceLag("a", by="b", shift=[]), r"`shift` must be .* got \[\]"),
-        (lambda: Filter(pl.lit(True)), "reads no column"),
+        (lambda: Filter(pl.lit(True)), "must read at least one column"),
         (lambda: Filter(pl.col("x").map_elements(bool, pl.Boolean)), "Python function"),
         (lambda: Workflow(Normalize("a"), Normalize("a")), "'a' is learned by two Normalize steps"),
     ],

@@ -458,7 +458,7 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused(r"empty: the folder has no \*.parquet", error=FileNotFoundError, files=tmp_path / "empty")
     refused("must name at least one file", files=[])
-    refused("a.parquet: column 'title' is there 0 times", columns=["title"])
+    refused("a.parquet: column 'title' must be in the file once, got 0 times", columns=["title"])
     refused("no columns", columns=[])
     refused("b.parquet: not a whole Parquet file", good.read_bytes()[:-30])
     refused("b.parquet: column 'extra' is not in .*a.parquet", table(3).append_column("extra", pa.array([1, 2, 3])))
@@ -500,7 +500,7 @@ def test_the_memory_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     total = sum(int(batch["user"].sum()) for batch in one)
     assert total == data["user"].sum() and budget // 4 < max(taken) < budget
     with pytest.raises(
-        ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Say memory_bytes=(\d+) or more"
+        ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Use memory_bytes=(\d+) or more"
     ) as caught:
         ParquetLoader(folder, 4096, memory_bytes=8 << 20)
     enough = int(str(caught.value).split("memory_bytes=")[2].split()[0])

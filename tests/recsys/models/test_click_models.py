@@ -125,7 +125,7 @@ def test_models_that_make_no_sense() -> None:
         DLRM({"user": 3})
     with pytest.raises(ValueError, match="`crosses` and `low_rank` must be at least 1, got 0"):
         DCNv2({"user": 3}, crosses=0)
-    with pytest.raises(ValueError, match="no column 'height' with one number per row, but user, movie"):
+    with pytest.raises(ValueError, match="no column 'height' with one number per row; its columns are user, movie"):
         DeepFM(SIZES, ["height"])(rows(3))
 
 

@@ -166,7 +166,7 @@ def test_a_history_without_times_is_served(tmp_path: Path) -> None:
         tmp_path,
         "next",
         columns=["history"],
-        call=lambda model, batch: model.query(batch),
+        predict=lambda model, batch: model.query(batch),
         output="vector",
         fill=False,
     )

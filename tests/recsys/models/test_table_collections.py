@@ -65,7 +65,7 @@ def test_the_same_weights_gradients_and_names_as_torchrecs() -> None:
 
 def test_batches_that_cannot_be_looked_up_are_refused() -> None:
     tables = PooledTables(SIZES, embedding_dim=4)
-    with pytest.raises(ValueError, match="no column 'genres', but user"):
+    with pytest.raises(ValueError, match="no column 'genres'; its columns are user"):
         tables({"user": torch.tensor([1])})
     with pytest.raises(ValueError, match=r"'user' has shape \(1, 2\): a list or one id per row"):
         tables({"user": torch.tensor([[1, 2]])})

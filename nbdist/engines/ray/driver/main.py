@@ -113,7 +113,8 @@ class Driver:
 
 
 def main(fd: str, kernel: str) -> None:
-    """Connect to the cluster, report to the kernel, and serve it; the descriptor `kernel` ends with its process."""
+    """Connect to the cluster, report to the kernel, and serve it; the descriptor `kernel` ends with the kernel's
+    process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the notebook is for the ranks, in order
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -198,7 +198,7 @@ class Machines:
             reason = text or "ssh says nothing"
             return f"{name} cannot be reached: {reason}. `ssh {name} true` has to work without a question"
         if status in (126, 127):
-            return f"{name} does not find its Python: {text}. Say python=, the one that has Ray and nbdist there"
+            return f"{name} does not find its Python: {text}. Give python=, the path of the one with Ray and nbdist"
         return f"{program} for {name} ended with exit code {status} before Ray ran: {text or 'it says nothing'}"
 
     def _dig(self, tunnel: Callable[[int, str], Sequence[str]], address: str, seconds: float) -> int:
@@ -230,7 +230,7 @@ class Machines:
         return [stream.fileno() for stream in streams if stream is not None]
 
     def leave(self) -> None:
-        """End the hold of this process on the machines: Ray on them goes on while another process keeps them."""
+        """Stop keeping the machines. Ray on them goes on while another process keeps them."""
         processes, self._processes = self._processes, []
         self._let_go(processes)
 

@@ -237,6 +237,6 @@ class Categorify(Step):
         for group in self.groups:
             said = {name: value[name] for name in group if name in value}
             if len(set(said.values())) > 1:
-                raise ValueError(f"Categorify: {what}: {said}, but these columns have one vocabulary")
+                raise ValueError(f"Categorify: `{what}` must be equal for columns that share a vocabulary, got {said}")
             each.update(dict.fromkeys(group, next(iter(said.values()), default)))
         return each

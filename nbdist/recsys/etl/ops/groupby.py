@@ -18,7 +18,7 @@ class JoinGroupby(StatisticsStep):
     """Add statistics of the training rows with the same key, such as their number or the mean of their prices.
 
     Null is a key of its own. Nulls and NaN are ignored, except in "count", the number of rows. An unknown key has a
-    count and a sum of 0. Its other statistics are those of all training rows, and so are the statistics of a key
+    count and a sum of 0. Its other statistics are computed from all training rows, and so are the statistics of a key
     without values, and "std" and "var" of a single value. Unlike with `TargetEncoding`, a training row's own value is
     included: do not use the target.
 

@@ -54,7 +54,7 @@ class Filter(RowStep):
     def __init__(self, condition: pl.Expr) -> None:
         expressions.check(condition, "Filter")
         if not expressions.reads(condition):
-            raise ValueError(f"Filter: {condition} reads no column")
+            raise ValueError(f"Filter: the condition must read at least one column, got {condition}")
         self.condition = condition
 
     def needs(self, wanted: set[str]) -> set[str]:

@@ -288,7 +288,7 @@ def names_of(columns: str | Sequence[str]) -> list[str]:
 def require(name: str, columns: Any, where: str) -> None:
     """Raise `ValueError` if a column does not exist."""
     if name not in columns:
-        raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")
+        raise ValueError(f"{where}: there is no column {name!r}; the columns are {', '.join(map(repr, columns))}")
 
 
 def require_integer(value: Any, what: str) -> int:

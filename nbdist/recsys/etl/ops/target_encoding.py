@@ -134,7 +134,7 @@ class TargetEncoding(StatisticsStep):
                 )
             else:
                 continue
-            raise ValueError(f"{rows.where}: {why}; give the rows that fit was given, or say training=False")
+            raise ValueError(f"{rows.where}: {why}; give the rows of fit, or training=False")
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
         return chained([self._encoding(name, state, training) for name in names])
