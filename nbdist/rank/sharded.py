@@ -1,8 +1,8 @@
 """Values with tensors that are sharded over the ranks, such as parameters under FSDP: the notebook gets whole tensors.
 
 FSDP2 (`fully_shard`) replaces each parameter by a sharded tensor. FSDP1 (`FullyShardedDataParallel`) flattens the
-parameters of a module into one, and an optimizer's state in the same way. So the notebook gets a copy of the model without
-FSDP1, and an optimizer of its parameters.
+parameters of a module into one, and an optimizer's state in the same way. So the notebook gets a copy of the model
+without FSDP1, and an optimizer of its parameters.
 """
 
 from __future__ import annotations
