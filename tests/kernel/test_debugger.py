@@ -153,9 +153,9 @@ def test_pdb_opens_where_a_cell_raises(notebook: Kernel) -> None:
 
 def test_an_error_names_the_way_to_look_inside(notebook: Kernel) -> None:
     seen = notebook.run("in_ddp.options(hold_on_error=True)(1, lambda: 1 / 0)").plain_traceback
-    assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) looks inside\)", seen), seen
+    assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) opens a debugger there\)", seen), seen
     seen = notebook.run("in_ddp(1, lambda: 1 / 0)").plain_traceback
-    assert "raised ZeroDivisionError (hold_on_error=True, then %debug or post_mortem() looks inside)" in seen
+    assert "raised ZeroDivisionError (with hold_on_error=True, %debug or post_mortem() opens a debugger there)" in seen
 
 
 def test_debug_opens_in_the_frame_of_the_rank(notebook: Kernel) -> None:

@@ -90,5 +90,5 @@ def stuck(group: Group, pending: Collection[int], reason: object) -> RankStuck:
 
 def how_to_look_inside(kept: bool) -> str:
     """Return the line under a rank's traceback that names the debugger; `kept`: the rank keeps the frames."""
-    looks = "%debug or post_mortem() looks" if shell() is not None else "post_mortem() looks"
-    return f"{looks} inside" if kept else f"hold_on_error=True, then {looks} inside"
+    opens = "%debug or post_mortem() opens" if shell() is not None else "post_mortem() opens"
+    return f"{opens} a debugger there" if kept else f"with hold_on_error=True, {opens} a debugger there"
