@@ -98,7 +98,7 @@ def __getattr__(name: str) -> _typing.Any:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}{nearest(name, __all__)}", name=name, obj=None)
     if _sys.platform == "win32" and _HOMES[name].startswith("kernel."):  # there is no module behind them to import
         raise NotImplementedError(
-            "nbdist forks its ranks, which Windows cannot do. WSL 2 is Linux: say `wsl --install` in PowerShell, and "
+            "nbdist forks its ranks, which Windows cannot do. WSL 2 is Linux: run `wsl --install` in PowerShell, and "
             "install Python, Jupyter and nbdist in there."
         )
     value = globals()[name] = getattr(_importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -41,6 +42,12 @@ def check_choice(value: Any, choices: Iterable[str], *, name: str) -> str:
         listed = ", ".join(map(repr, known))
         raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, known)}")
     return value
+
+
+def check_path(value: Any, *, name: str, usage: str) -> None:
+    """Raise `TypeError` unless `value` is a path. `usage` is a correct call, for the error."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {shown(value)}: write {usage}")
 
 
 def check_function(fn: Any) -> None:
@@ -82,10 +89,10 @@ def explain_arguments(fn: Callable[..., Any], given: Collection[str], name: str)
     parameters = [p for p in inspect.signature(fn).parameters.values() if p.name != "self"]
     by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [one for one in given if one not in by_name]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        known = nearest(unknown[0], by_name) or f": it has {', '.join(by_name)}"
-        return f"{name} has no argument {unknown[0]!r}{known}"
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        listed = ", ".join(stars.get(p.kind, "") + p.name for p in parameters)
+        return f"{name} has no argument {unknown[0]!r}{nearest(unknown[0], by_name) or f': it has {listed}'}"
     optional = {p.name: "=" if p.kind is p.KEYWORD_ONLY or p.default is not p.empty else "" for p in parameters}
     return f"write {name}({', '.join(stars.get(p.kind, '') + p.name + optional[p.name] for p in parameters)})"
 

@@ -38,9 +38,9 @@ class Place(NamedTuple):
     """The GPUs that a rank sees, and its own device."""
 
     visible: str | None
-    """Its CUDA_VISIBLE_DEVICES; None leaves it as it is."""
+    """The rank's CUDA_VISIBLE_DEVICES. None: the variable is not changed."""
     device: str
-    """`cpu`, or `cuda:N`, N counted among those."""
+    """`cpu`, or `cuda:N`, where N counts the GPUs that the rank sees."""
 
 
 def visible_gpus() -> int:

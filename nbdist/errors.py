@@ -10,8 +10,8 @@ Exception
     ├── RankTimeout      a call took longer than its `timeout`
     └── WorkerDied       a worker of a pool, or of `parallel_map`, ended without an answer
 
-An exception raised by the user's function in a rank is none of these: it arrives with its own type, and a
-`RemoteTraceback` (the rank's traceback as text) as its cause.
+An exception that the user's function raises in a rank is none of these. It keeps its own type, and its cause is a
+`RemoteTraceback` (the rank's traceback as text).
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class CaptureError(NbdistError):
 class NotFinite(NbdistError):
     """A loss, a gradient or a parameter is NaN or infinite; raised with `check="nan"`, before the step is taken.
 
-    Attributes: `step`, the step of the optimizer, from 1 (of a parameter: the step whose update made it so); `rank`;
+    Attributes: `step`, the step of the optimizer, from 1 (for a parameter: the step whose update made it so); `rank`;
     `kind` ("loss", "gradient" or "parameter"); `op`, the operation, such as "log"; `module`, the path of the module in
-    the model; `parameter`, its name; `rows`, which rows of the batch; `values`, for each of these a dict from column to
-    value. What is unknown is empty.
+    the model; `parameter`, the name of the parameter; `rows`, the numbers of the rows in the batch; `values`, a dict
+    from column to value for each of these rows. An attribute is empty if its value is unknown.
 
     Examples:
         >>> import torch
@@ -133,7 +133,7 @@ class RankDied(NbdistError):
     """A rank's process ended before it answered.
 
     Attributes: `rank`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `reason` (what
-    was lost with it, such as its node; else empty).
+    has ended together with the rank, such as its node; otherwise empty).
 
     Examples:
         >>> import os
@@ -159,7 +159,7 @@ class RankMismatch(NbdistError):
     """Something that must be alike on all ranks is not, or all ranks train on the same rows; see `check="ranks"`.
 
     Attributes: `step`, the step of the optimizer, from 1; `tensor`, the name of the parameter or buffer, or "rows";
-    `ranks`, those that differ from most, or that have the same rows.
+    `ranks`, the ranks that differ from most others, or that have the same rows.
 
     Examples:
         >>> import torch
@@ -181,10 +181,10 @@ class RankMismatch(NbdistError):
 
 
 class RankStuck(NbdistError):
-    """The ranks of a call can never go on, such as a rank in a collective that another rank has left out.
+    """The ranks of a call can never go on, for example because one waits in a collective that another has left out.
 
-    Raised with `on_hang="raise"`. The text says what each rank does, why the call cannot end and what helps, with the
-    stacks of all ranks.
+    Raised with `on_hang="raise"`. The text describes what each rank does, why the call cannot end and what helps, and
+    has the stacks of all ranks.
 
     Examples:
         >>> from nbdist import Session
@@ -215,8 +215,8 @@ class RankTimeout(NbdistError, TimeoutError):
 class WorkerDied(NbdistError):
     """A worker of a pool, or of `parallel_map`, ended before it answered.
 
-    Attributes: `name`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `doing` (what it
-    was working on, if that is known), `reason` (why it could not even be started).
+    Attributes: `name`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `doing` (the item
+    that the worker was at, if known), `reason` (why the worker could not be started).
 
     Examples:
         >>> import os
@@ -253,8 +253,8 @@ class RemoteTraceback(Exception):
     """The traceback of an exception in a rank, as text. It occurs only as the cause of that exception.
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
-    `others` (a line for each other rank that failed by itself), `who` (what the rank is called), `where` (what it was
-    working on, if that is known), `hints` (what may help), `inside` (how to look at its frames).
+    `others` (a line for each other rank that failed by itself), `who` (the name of the rank for users), `where` (the
+    rank's task, if known), `hints` (possible remedies), `inside` (how to look at its frames).
     """
 
     def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
@@ -378,8 +378,8 @@ def text_of(exc: BaseException) -> str:
 
 
 def stand_ins(exc: BaseException) -> list[BaseException]:
-    """Return substitutes for an exception that cannot be pickled or rebuilt: one of its own type without its
-    attributes, then its base types, most similar first, with its name and text."""
+    """Return substitutes for an exception that cannot be pickled or rebuilt, the most similar first: one of its type
+    without its attributes, then its base types, with its name and text."""
     text = f"{type(exc).__qualname__}: {text_of(exc)}"
     found: list[BaseException] = []
     for base in type(exc).__mro__:

@@ -177,5 +177,5 @@ def run(device: str) -> None:
         if device == "cuda":
             with attempt("an assertion"), session_of(device, env=env) as session:
                 promised = "AcceleratorError|RuntimeError" if not env else "AcceleratorError|RuntimeError|RankDied"
-                what = f"an assertion on the GPU beside a live communicator, {name}"
+                what = f"an assertion on the GPU with a live communicator, {name}"
                 after(session, what, lambda: session.run(out_of_bounds), promised, 10 + SECONDS, None)

@@ -63,7 +63,7 @@ def other_sizes(culprit: int, count: int) -> None:
     dist.all_reduce(torch.ones(2 + (dist.get_rank() == culprit)))  # here
 
 
-def nobody_sends(culprit: int, count: int) -> None:
+def no_rank_sends(culprit: int, count: int) -> None:
     steps(count)
     if dist.get_rank() == culprit:
         dist.recv(torch.ones(1), (culprit + 1) % dist.get_world_size())  # here
@@ -169,7 +169,7 @@ CLASSES = [
     unequal_batches,
     other_functions,
     other_sizes,
-    nobody_sends,
+    no_rank_sends,
     a_group_that_some_never_make,
     the_lock_of_a_file,
     a_lock_of_a_thread,

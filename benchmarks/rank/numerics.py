@@ -97,11 +97,12 @@ def main() -> None:
     lines = [
         "# What the checks of numbers cost",
         "",
-        f"CPU time of a step on rank 0, with all its threads: a click model of notebook 05's size, 2 CPU ranks, "
-        f"{BATCH:,} rows a batch on each; medians of {options.rounds} runs of {options.steps} steps, in turn. The part "
-        f"is the median of the ratios to the run without a check beside it; that of `nan` may be {TARGET:.0%}.",
+        f"CPU time of a step on rank 0, over all threads: a click model of the size in notebook 05, 2 CPU ranks, "
+        f"{BATCH:,} rows in a batch of each rank; medians of {options.rounds} runs of {options.steps} steps, in turn. "
+        f"The cost is the median of the ratios to the neighboring run without a check, minus 1. The check `nan` may "
+        f"cost {TARGET:.0%}.",
         "",
-        "| loop | check | CPU ms a step | part |",
+        "| loop | check | CPU ms a step | cost |",
         "|---|---|--:|--:|",
     ]
     for (loop, name), took in found.items():

@@ -146,8 +146,8 @@ def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> tuple[li
             times.setdefault(name, []).extend(there[:1])
             print(name, [(round(s, 2), round(x, 4)) for s, x in seen], flush=True)
     lines = [
-        f"One thread a process where nothing is said. The loss to be reached: {target:.4f}, that of the "
-        f"plain process after its {EPOCHS} epochs.",
+        f"Each process has one thread, unless the row says otherwise. The loss to be reached is {target:.4f}, the loss "
+        f"of the plain process after its {EPOCHS} epochs.",
         "",
         "| | epochs | loss reached | seconds to the plain loss | of plain |",
         "|---|---:|---:|---:|---:|",

@@ -21,7 +21,7 @@ def reduce_data(obj: Any, files: MappedFiles | None) -> Reduction | None:
     """Return the reduction of data whose own reduction copies them into the pickle, or loses a part; None for other
     objects.
 
-    Data that are mapped from `files` are not copied at all.
+    Data that are mapped from a file of `files` are not copied: the reader maps the file again.
     """
     numpy, polars, arrow = (sys.modules.get(name) for name in ("numpy", "polars", "pyarrow"))
     if numpy is not None and isinstance(obj, numpy.ndarray):
@@ -173,7 +173,8 @@ def own_device() -> Any:
 
 
 def own_generator(seed: int, state: Any) -> Any:
-    """Make a rank's generator for one of the notebook's GPU; on a CPU, whose state differs, it starts at the seed."""
+    """Make a rank's generator for one of the notebook's GPUs. On a CPU, where the state of a GPU's generator means
+    nothing, the generator starts from the seed."""
     import torch
 
     generator = torch.Generator(own_device())

@@ -46,7 +46,7 @@ class Call:
     originals: list[Any]
     modules: set[str]
     names: set[tuple[str, str]]
-    """The globals that ranks have then: key of the namespace, name."""
+    """The globals that the ranks have after the call: key of the namespace, name."""
 
 
 def capture_call(
@@ -123,7 +123,7 @@ def pickle_call(
 
 
 def _named(name: str, value: Any) -> Any:
-    """Give a value the name that errors use for it, if reading it can raise an error."""
+    """Name a value for errors, if reading it can raise an error."""
     return value if is_constant(value) else Named(name, value)
 
 
@@ -149,8 +149,7 @@ _taken: set[str] = set()
 
 
 def _gone(pickler: Pickler) -> tuple[str, ...]:
-    """Return the names in `_taken` that the notebook does not have any more, after adding the names that `pickler` has
-    sent."""
+    """Return the names in `_taken` that the notebook has no longer, and add the names that `pickler` has sent."""
     main = main_namespace()
     defined = (obj.__qualname__.partition(".")[0] for obj in pickler.originals if hasattr(obj, "__qualname__"))
     _taken.update(name for name in (*pickler.captured, *defined) if name in main)
@@ -158,7 +157,8 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
 
 
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
-    """Return the places of the `modules`, and their parents, that a fresh interpreter does not find by `sys.path`."""
+    """Return the folders of those `modules`, and of their parents, that a fresh interpreter does not find by
+    `sys.path`."""
     places: dict[str, tuple[str | None, list[str] | None]] = {}
     for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
         top = sys.modules.get(name)
@@ -176,7 +176,7 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
 
 @functools.lru_cache(maxsize=4096)
 def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
-    """Return whether `path` leads to the loaded module."""
+    """Return whether an import from `path` finds the loaded module."""
     found = importlib.machinery.PathFinder.find_spec(name, path)
     return found is not None and _same_place(sys.modules[name], found)
 

@@ -1,8 +1,8 @@
 """Definitions in pickles: functions, classes, modules and closures of the notebook by value.
 
-A function keeps its namespace: all functions of the notebook find their globals in the rank's `__main__`. The globals
-that they use are sent, too, once each, and are set in this namespace. So are the functions and classes that the
-notebook knows by their own names, for code that pickles by name in a rank.
+All functions of the notebook find their globals in the rank's `__main__`. The globals that they use are sent, too, once
+each, and are set in this namespace, as are the functions and classes that the notebook knows by their own names: code
+in a rank may pickle these by name.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class DefinitionPickler(cloudpickle.Pickler):
 
     Args:
         file: The file for the pickle.
-        skip: Says of a global, by the key of its namespace and its name, that the reader has it already.
-        need: Values that go in the place of the globals of these names, in the namespaces `need_in` (their keys).
-        need_in: The keys of these namespaces.
+        skip: A function that returns, for the key of a namespace and the name of a global, whether the reader has this
+            global already.
+        need: Values that replace the globals of these names, in the namespaces with the keys `need_in`.
+        need_in: The keys of the namespaces for `need`.
         out_of_band: The `buffer_callback` of `pickle.Pickler`.
     """
 
@@ -87,7 +88,7 @@ class DefinitionPickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=out_of_band)
 
     def needed(self) -> tuple[UnpickleStep, ...]:
-        """Return the steps that send the names in `need`, whether or not the function is seen to use them."""
+        """Return the steps that send the names in `need`, even if the function does not seem to use them."""
         return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
 
     def reduce_definition(self, obj: Any) -> Any:

@@ -21,7 +21,7 @@ from .reading import Unreadable
 def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | MemoryError:
     """Return a `CaptureError` for a failure to pickle: it names one of `parts`, the path inside it, and the reason.
 
-    A lack of memory does not depend on the object: then the exception itself is returned.
+    Lack of memory has nothing to do with the object: then the exception itself is returned.
     """
     if isinstance(exc, MemoryError):
         return exc
@@ -48,8 +48,8 @@ def explain_unreadable(exc: Unreadable, where: str) -> CaptureError:
     """Return a `CaptureError` for a failure to read the pickle; `where` is the reader."""
     (name,), cause = exc.args, exc.__cause__ or exc
     return CaptureError(
-        f"{name} cannot be read in {where} ({type(cause).__name__}: {text_of(cause)}): it needs what is only where it "
-        f"was made. Make it where it is used instead, or pass what it is made from."
+        f"{name} cannot be read in {where} ({type(cause).__name__}: {text_of(cause)}): it depends on something that "
+        f"exists only where it was made. Make it where it is used, or pass the values that it is made from."
     )
 
 

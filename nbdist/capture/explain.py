@@ -32,7 +32,7 @@ class Item:
     how: str
     nbytes: int
     read: bool = True
-    """True if the function is seen to use it."""
+    """True if the function seems to use the name."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Explanation:
 
     @property
     def warnings(self) -> list[str]:
-        """Return a line for each large name that travels and is not used."""
+        """Return a line for each large name that is sent but not used."""
         return [
             f"{item.name} ({size(item.nbytes)}) travels, but the function never reads it"
             for item in self.items
@@ -75,7 +75,7 @@ def explain(
     counted twice here, and sent once.
 
     Raises:
-        ValueError, TypeError, NameError, CaptureError: As the call itself would.
+        ValueError, TypeError, NameError, CaptureError: The call itself would raise this error.
 
     Examples:
         >>> import math

@@ -71,7 +71,7 @@ def looked(look: Callable[[], T], otherwise: T, what: str) -> T:
         if what not in _said:
             _said.add(what)
             warnings.warn(
-                f"{what} cannot be read, and the call goes on without: {type(exc).__name__}: {text_of(exc)}",
+                f"{what} cannot be read, so the call runs without it: {type(exc).__name__}: {text_of(exc)}",
                 stacklevel=2,
             )
         return otherwise

@@ -38,7 +38,7 @@ class FilePart(NamedTuple):
         try:
             with open(self.path, "r+b" if self.access == WRITE else "rb") as file:
                 if os.fstat(file.fileno()).st_size < self.start + self.size:
-                    raise OSError("it is shorter now")
+                    raise OSError("the file is shorter now")
                 mapping = mmap.mmap(file.fileno(), before + self.size, access=self.access, offset=self.start - before)
         except OSError as exc:
             raise NbdistError(
@@ -55,8 +55,8 @@ class MappedFiles:
     def find(self, address: int, size: int, named: bool = False) -> FilePart | None:
         """Return the part of a file that is mapped at this address, if the file can be opened again and is unchanged.
 
-        /dev/shm contains files, and memory that libraries share with their own processes. Writes there are meant for
-        everybody only if the data are `named`, that is, mapped by the name of the file.
+        /dev/shm contains files, and memory that libraries share only with their own processes. Writes to data there are
+        shared only if the data are `named`, which means that they are mapped by the name of the file.
         """
         index = bisect.bisect(self._maps, (address + 1,)) - 1
         if size <= 0 or index < 0 or address >= self._maps[index][1]:
@@ -107,7 +107,7 @@ def _changed(start: int, end: int) -> bool:
 
 def _warn_of_copy(what: str, nbytes: int) -> None:
     warnings.warn(
-        f"{what} of {nbytes / 1e9:.2f} GB is mapped from a file, but travels as a copy in shared memory: ranks cannot "
+        f"{what} of {nbytes / 1e9:.2f} GB is mapped from a file, but is sent as a copy in shared memory: ranks cannot "
         f"open that file again (it was deleted or replaced, or its pages were changed in this process alone)",
         stacklevel=2,
     )

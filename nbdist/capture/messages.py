@@ -37,7 +37,7 @@ class Inherited:
         self._number = number
 
     def detach(self) -> int:
-        """Return, in the started process, the descriptor."""
+        """Return the descriptor in the process that was started."""
         return inherited[self._number]
 
 
@@ -100,7 +100,7 @@ def register(library: str, types: dict[type, Any]) -> None:
 
 
 class _Packed:
-    """An object that is pickled as the code that reads the pickle that it contains."""
+    """An object whose pickle is code that reads the pickle that the object contains."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -160,7 +160,7 @@ class _JoblibPickler:
         self._file, self._reducers = file, dict(reducers or {})
 
     def register(self, kind: type, reduce: Callable[[Any], Any]) -> None:
-        """Register a function that pickles objects of a type."""
+        """Register a function that pickles the objects of a type."""
         self._reducers[kind] = reduce
 
     def dump(self, obj: Any) -> None:

@@ -24,9 +24,9 @@ class _Executed(NamedTuple):
     """The source of a module at the time when this process executed it."""
 
     spec: Any
-    """The module's spec then: `reload` gives it another one."""
+    """The module's spec at that time. `reload` replaces it."""
     read: float | None
-    """When the file was modified that %autoreload has read last; None before it has read any."""
+    """The modification time of the file when %autoreload last read it; None if it has not."""
     file: str
     checksum: int
 
@@ -37,7 +37,7 @@ _executed: dict[str, _Executed | None] = {}
 def own_sources() -> dict[str, tuple[str, int]]:
     """Return, for each of the user's own modules in this process, the source that was executed: file and checksum.
 
-    A notebook's sources are read at the end of each cell, too: they may be edited before the next call.
+    The sources of a notebook are also read at the end of each cell, because they may be edited before the next call.
     """
     global _state, _follows_cells
     with _lock:
@@ -94,9 +94,9 @@ def modified(file: str) -> float | None:
 
 
 def version(file: str) -> tuple[int, ...]:
-    """Return device, inode, size in bytes and modification time (ns) of a file; an empty tuple if there is no file.
+    """Return the version of a file: device, inode, size in bytes, modification time (ns); empty if there is no file.
 
-    If an older file replaces another file, the version changes, too.
+    So the version also changes if an older file replaces the file.
     """
     try:
         found = os.stat(file)

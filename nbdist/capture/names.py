@@ -43,7 +43,7 @@ def importable(obj: Any) -> bool:
 def travels_by_value(module: Any) -> bool:
     """Return whether no import gives the module, or `cloudpickle.register_pickle_by_value` was called for it.
 
-    It may also be called for a package that the module is in.
+    `cloudpickle.register_pickle_by_value` may also have been called for a package that contains the module.
     """
     if _is_made_by_code(module):
         return True
@@ -60,7 +60,7 @@ def _is_made_by_code(module: Any) -> bool:
 
 
 def namespace_of(namespace: Namespace) -> tuple[str, bool]:
-    """Return a key for a function's globals, and whether they must be sent; they need not if an import gives the
+    """Return a key for a function's globals, and whether the globals must be sent. They need not if an import gives the
     module."""
     name = namespace.get("__name__", "__main__")
     module = sys.modules.get(name)
@@ -81,7 +81,8 @@ def namespace_key(fn: Callable[..., Any]) -> str:
 
 
 def globals_of(fn: types.FunctionType) -> Namespace:
-    """Return the globals that `fn` uses, by name. Of the shown values (`Out`) only those that `fn` names by number."""
+    """Return the globals that `fn` uses, by name. Of the values that cells have shown (`Out`), only those are included
+    that `fn` names by their number."""
     namespace = fn.__globals__
     names = dict.fromkeys(globals_used(fn.__code__))
     names.update(dict.fromkeys(names_in_hints(fn.__annotations__)))
@@ -174,10 +175,10 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class Outputs(dict[int, Any]):
-    """The values that cells have shown, in a rank: only those that functions name."""
+    """The values that cells have shown, in a rank: only the values that functions name by number."""
 
     def __missing__(self, number: Any) -> Any:
         raise KeyError(
-            f"Out[{number!r}] did not travel: only those outputs do that the function names by number; "
-            f"need={{'value': Out[{number!r}]}} brings any other"
+            f"Out[{number!r}] was not sent: a function gets only the outputs that it names by number; "
+            f"need={{'value': Out[{number!r}]}} sends any other"
         )

@@ -1,4 +1,4 @@
-"""`need=`: names of the notebook to send, although the function is not seen to use them."""
+"""`need=`: names of the notebook that are sent even if the function does not seem to use them."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def given_names(block: str, names: Mapping[str, Any]) -> Iterator[None]:
-    """Give `__main__`, in the notebook itself, the names of the import block and these names; restore its own
-    afterwards.
+    """Give `__main__`, in the notebook itself, the names of the import block and these names. Afterwards, restore its
+    own.
 
-    A value that is assigned to one of them in the block stays.
+    A value that the block assigns to one of these names stays.
     """
     main = main_namespace()
     given: dict[str, Any] = {}

@@ -19,7 +19,7 @@ _MOST = 20
 class Absent:
     """The replacement of a part of a value that could not be sent or rebuilt.
 
-    Attributes: `name`, which part it was; `why`; `state`, what the part consisted of, where that arrived.
+    Attributes: `name`, the name of the part; `why`, the reason; `state`, the content of the part, if it has arrived.
     """
 
     def __init__(self, name: str, why: str, state: Any = None) -> None:
@@ -32,8 +32,8 @@ class Absent:
 def absent_parts(value: Any, what: str, instead: Mapping[int, Any], **options: Any) -> dict[int, Any]:
     """Return replacements for the parts of `value` that cannot be pickled, by their ids.
 
-    Empty if nothing of the value is left without them. `what` is the name of the value; `instead` are other
-    replacements, which are included in the result; the options go to the `Pickler`.
+    Return an empty result if nothing of the value is left without these parts. `what` is the name of the value;
+    `instead` are other replacements, which the result includes; the options are options of `Pickler`.
     """
     absent = dict(instead)
     for _ in range(_MOST):

@@ -25,8 +25,8 @@ _MAY_PATCH = re.compile(
 
 
 class Patches:
-    """Finder of patches. It searches all classes and modules only after code has run that may patch; attributes that
-    cells assign by name are read in each call."""
+    """Finder of patches. It searches all classes and modules only after cells have run that may patch. Attributes that
+    cells assign by name are read at each call."""
 
     def __init__(self) -> None:
         self._looked: Any = None

@@ -22,7 +22,9 @@ class OnePerRank:
         return f"per_rank({self.values!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("per_rank(...) has to be an argument of the function itself, not a part of one or a variable")
+        raise TypeError(
+            "per_rank(...) must be an argument of the function itself, not a part of an argument or a variable"
+        )
 
 
 class Spread:
@@ -49,7 +51,7 @@ def per_rank(values: Iterable[Any]) -> Any:
             own: big arrays are shared, and not copied.
 
     Raises:
-        ValueError: By the call, where there are more or fewer items than ranks.
+        ValueError: Raised by the call if the number of items is not the number of ranks.
 
     Examples:
         >>> in_ddp(2, max, per_rank([3, 5]), 4)

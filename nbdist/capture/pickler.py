@@ -31,13 +31,13 @@ class Pickler(DefinitionPickler):
 
     Args:
         file, skip, need, need_in: As for `DefinitionPickler`.
-        known: The number, by id, of each object that came from the other side. It goes back as that number, so that
-            the notebook gets its own class again and not a copy.
+        known: The number, by id, of each object that came from the other side. The object is sent back as this number,
+            so that the notebook gets its own class again and not a copy.
         instead: Replacements of objects, by their ids.
-        says_copies: Warn of what the notebook shares with other processes, and the reader gets as a copy.
+        says_copies: Warn if the notebook shares an object with other processes and the reader gets a copy.
         to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
         in_band: Put big buffers into the pickle too.
-        least: Bytes from which on a buffer is big.
+        least: The size in bytes from which on a buffer is big.
     """
 
     def __init__(

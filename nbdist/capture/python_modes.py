@@ -47,7 +47,8 @@ def _write_gc(value: tuple[bool, tuple[int, int, int]]) -> None:
 
 
 def _read_signals() -> dict[str, Any]:
-    """Return the handlers by the names of their signals, without handlers of libraries: these are for this process."""
+    """Return the signal handlers by the names of their signals, except the handlers of libraries, which are meant for
+    this process alone."""
     found = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
     return {name: one for name, one in found.items() if is_a(one, int) or text(one, "__module__") == "__main__"}
 

@@ -17,7 +17,7 @@ Keep = Callable[[str, Namespace, str], bool]
 
 
 class Unreadable(Exception):
-    """Reading a pickle has failed. The argument is the name of the object that was being read, the cause is the
+    """The failure to read a pickle. Its argument is the name of the object that was being read; its cause is the
     exception."""
 
 
@@ -45,11 +45,11 @@ def read(
 ) -> Any:
     """Read the pickle of a `Pickler`.
 
-    A global that was sent is set in its namespace if `keep(key, namespace, name)` allows it. `originals` are the
+    A global that was sent is set in its namespace if `keep(key, namespace, name)` returns True. `originals` are the
     objects that this side once sent by value, by number; `loads` takes the arguments of `pickle.loads`.
 
     Raises:
-        Unreadable: When something that has a name could not be read.
+        Unreadable: Something that has a name could not be read.
     """
     saved = vars(_reading).copy()  # reading may lead to reading
     _reading.originals, _reading.keep, _reading.modules, _reading.names = originals, keep, {}, []
@@ -75,12 +75,12 @@ def original(number: int) -> Any:
 
 
 def itself(value: Any) -> Any:
-    """Return the argument: the pickle needs an object in place of another."""
+    """Return the argument. A pickle uses this function to put an object in the place of another one."""
     return value
 
 
 def nothing(*args: Any) -> None:
-    """Return None: the pickle only needs its arguments to be read in order."""
+    """Return None. A pickle uses this function to have its arguments read in order."""
 
 
 # -------------------------------------------------------------------------------------------------------- names

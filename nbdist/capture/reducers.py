@@ -81,7 +81,7 @@ def _reduce_weakref(ref: weakref.ref[Any]) -> tuple[Any, ...]:
 
 
 class _Gone:
-    """The target of a weak reference whose real target does not exist any more."""
+    """A target for a weak reference whose real target has been deleted."""
 
 
 def _make_weakref(target: Any) -> Any:
@@ -128,7 +128,8 @@ def _values(context: contextvars.Context, variable: contextvars.ContextVar[Any])
 
 
 def _make_context_variable(number: str, name: str, default: list[Any], value: list[Any]) -> Any:
-    """Return the context variable of this number. One that another process has made has the value that it has there."""
+    """Return the context variable of this number. A variable that another process has made gets the value that it had
+    there."""
     if number not in _variables:
         options = {"default": default[0]} if default else {}
         _variables[number] = contextvars.ContextVar(name, **options)

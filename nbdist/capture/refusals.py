@@ -1,4 +1,4 @@
-"""Pickles of what the notebook has set, and warnings of what cannot be sent."""
+"""Pickles of settings that the notebook has changed, and warnings about settings that cannot be sent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ LARGEST = 1 << 20
 
 
 class Refusals:
-    """A filter of what the notebook has set: each part that cannot be sent is named once."""
+    """A filter of the settings that the notebook has changed. It warns once of each one that cannot be sent."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
 
     def without(self, found: list[T], place: Callable[[T], str]) -> list[T]:
-        """Return those that can be sent. `place` returns the name of one for the warning; empty: there is none."""
+        """Return the settings that can be sent. `place` returns the name of a setting for the warning, or an empty
+        string for no warning."""
         if not found or not _why_not(found):
             return found
         return [one for one in found if not self._refuses(one, place)]

@@ -1,7 +1,7 @@
 """Registries: containers of libraries into which the notebook has put functions and classes of its own.
 
-Such as `copyreg.pickle(Odd, reduce)`, `numbers.Number.register(Money)`, a function under a library's `singledispatch`,
-a constructor of YAML, a file system of fsspec, a node of torch's pytrees.
+Examples: `copyreg.pickle(Odd, reduce)`, `numbers.Number.register(Money)`, a function under a library's
+`singledispatch`, a constructor of YAML, a file system of fsspec, a node of torch's pytrees.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Entry(NamedTuple):
     owner: type | types.ModuleType
     name: str
     """The name of an attribute of the owner: a dict, list or set, or a function under `singledispatch`. Empty for an
-    abstract class, which registers `value`."""
+    abstract class, where `value` is the registered class."""
     key: Any
-    """None in a list and a set."""
+    """The key of the entry. None in a list and a set."""
     value: Any
 
     def place(self) -> str:
@@ -52,18 +52,18 @@ class Entry(NamedTuple):
 
 
 class Registries:
-    """Finder of entries. It searches all modules and classes after cells that may register something."""
+    """Finder of entries. When new cells may register something, it searches all modules and classes."""
 
     def __init__(self) -> None:
         self._cells = NewCells()
         self._functions: set[str] = set()
-        """The functions in cells that may register: a later cell may call them."""
+        """The functions that are defined in cells and may register something: a later cell may call them."""
         self._found: list[Entry] = []
         self._refusals = Refusals()
 
     def find(self) -> list[Entry]:
-        """Return the notebook's entries in registries of libraries that can be sent; a warning names, once, each
-        registry with one that cannot."""
+        """Return the notebook's entries in registries of libraries that can be sent. Each registry with an entry that
+        cannot be sent is named in one warning."""
         new = self._cells.take()
         if any(self._may_register(cell) for cell in new):
             found: dict[tuple[int, ...], Entry] = {}
@@ -104,7 +104,7 @@ def enter(entry: Entry) -> Callable[[], object]:
 
 
 def _key(entry: Entry) -> tuple[int, ...]:
-    """Identify an entry: two modules may have the same container."""
+    """Return an identity of an entry, which is the same if two modules have the same container."""
     container = contents(entry.owner).get(entry.name, entry.owner)
     return id(container), id(entry.key), id(entry.value)
 
@@ -162,7 +162,7 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:
-    """Return whether a value or key is the notebook's, or a tuple with something of the notebook."""
+    """Return whether a value or key belongs to the notebook, or is a tuple that contains something of the notebook."""
     if is_a(value, tuple):
         return any(_is_of_notebook(part, main) for part in tuple.__iter__(value))
     return _is_of_notebook(value, main)

@@ -13,7 +13,7 @@ The settings and their sources:
 | environment, folder, module path | `os.environ`, `os.getcwd()`, `sys.path` |
 | print options, error state | `numpy.get_printoptions()`, `numpy.geterr()`, `numpy.geterrcall()` |
 | options that are not at their default | `pandas.get_option` |
-| parameters that are not at their default, but for the backend's | `matplotlib.rcParams` |
+| parameters that are not at their default, except the backend's | `matplotlib.rcParams` |
 | options that are not at their default | `sklearn.get_config()`, `polars.Config` |
 | default dtype and device, precisions, deterministic mode, grad mode, autocast, flags of kernels | `torch` |
 """
@@ -86,7 +86,7 @@ class SettingsSender:
             self._pickled[name] = pickled
         else:
             warnings.warn(
-                f"{_what(name)} do not hold in the ranks, for they cannot be pickled. "
+                f"{_what(name)} are not set in the ranks, because they cannot be pickled. "
                 f"settings=False sends no settings.",
                 stacklevel=3,
             )

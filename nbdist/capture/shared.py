@@ -1,6 +1,6 @@
 """Objects that the notebook shares with other processes: managers of `multiprocessing`, memory, Optuna's trials.
 
-A manager is shared with the ranks, too. The others are copied, and a warning says so.
+A manager is shared with the ranks, too. Other objects are copied, and a warning says so.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MANAGERS = {"multiprocessing": "multiprocessing.managers", "multiprocess": "mul
 def reduce_managed(obj: Any) -> Reduction | None:
     """Return the reduction of managers of `multiprocessing` and their proxies; None for any other object.
 
-    The reader has another authentication key than this process, so the manager's key is sent. If it is the key of this
-    process, as by default, the reader adopts it, as a child of `multiprocessing` does: the manager may return another
-    proxy.
+    The authentication key of the reader differs from this process's, so the manager's key is sent. If it is this
+    process's own key, as by default, the reader adopts it like a child of `multiprocessing`: the manager may return
+    another proxy.
     """
     for library, managers in _MANAGERS.items():
         module: Any = sys.modules.get(managers)
@@ -90,7 +90,7 @@ def warn_of_shared_array(array: Any) -> None:
 
 def _warn_of_copy(what: str, maker: str) -> None:
     warnings.warn(
-        f"{what} in shared memory ({maker}) travels as a copy: what a rank writes to it is seen in that rank alone. To "
+        f"{what} in shared memory ({maker}) is sent as a copy: what a rank writes to it is seen in that rank alone. To "
         f"share it, open a multiprocessing.shared_memory.SharedMemory by its name in the function",
         stacklevel=2,
     )
@@ -104,7 +104,7 @@ def warn_of_trial(obj: Any) -> None:
         return
     if isinstance(obj.study._storage, storages.InMemoryStorage):
         warnings.warn(
-            f"trial {obj.number} of an Optuna study in memory travels as a copy: what ranks suggest and report, the "
+            f"trial {obj.number} of an Optuna study in memory is sent as a copy: what ranks suggest and report, the "
             f"study does not see. Suggest before the call and use what it returns, or give the study a storage: "
             f"optuna.create_study(storage='sqlite:///study.db')",
             stacklevel=2,

@@ -1,4 +1,5 @@
-"""Modules that are imported for their effect on others: `fastai.distributed` gives fastai's learners a `distrib_ctx`.
+"""Modules that are imported for their effect on other modules: `fastai.distributed` gives fastai's learners a
+`distrib_ctx`.
 
 No name in a call leads to them, so the notebook's import statements are read: ranks import the notebook's modules of
 each package that a call uses. torch is left out: it is imported as a whole, and further modules, such as
@@ -46,8 +47,8 @@ statements = ImportStatements()
 
 
 def imported_alongside(modules: Iterable[str]) -> list[str]:
-    """Return the modules that the notebook has imported of the packages that a call uses, without the `modules` that it
-    uses."""
+    """Return those modules, of the packages that a call uses, that the notebook has imported, except the `modules` that
+    the call uses itself."""
     used = set(modules)
     packages = {name.partition(".")[0] for name in used} - _NEVER
     if not packages:

@@ -37,11 +37,12 @@ class Progress:
 
     def __init__(self) -> None:
         self.entered: dict[tuple[str, str], bool] = {}
-        """The variables that are written, by the key of their namespace and their name: whether to the end."""
+        """The variables that are being written or are written, by the key of their namespace and their name. The value
+        is True once a variable is complete."""
         self.depth = 0
         """The number of nested definitions that are being written."""
         self.waiting: list[UnpickleStep] = []
-        """Steps that these refer to, and that are written after them."""
+        """Steps that the nested definitions refer to, and that are written after them."""
 
 
 class UnpickleStep:
@@ -58,7 +59,7 @@ _NOTHING: Reduction = (reading.nothing, ())
 
 
 class CallStep(UnpickleStep):
-    """A call of a function of this package."""
+    """A call of a function of this package, which runs when the pickle is read."""
 
     __slots__ = ("args", "function")
 
@@ -70,7 +71,7 @@ class CallStep(UnpickleStep):
 
 
 class Named(UnpickleStep):
-    """A value with a name for errors."""
+    """A value that has a name for errors."""
 
     __slots__ = ("name", "value")
 
@@ -137,7 +138,7 @@ class _Entered(UnpickleStep):
 
 
 class Open(UnpickleStep):
-    """The begin of a definition."""
+    """The beginning of a definition."""
 
     __slots__ = ()
 

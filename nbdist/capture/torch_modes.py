@@ -16,9 +16,9 @@ _SDP = ("flash", "mem_efficient", "math", "cudnn")
 
 class _Mode(NamedTuple):
     read: Callable[[Any], Any]
-    """Takes torch."""
+    """A function of torch that reads the mode."""
     write: Callable[[Any, Any], Any]
-    """Takes torch and the value."""
+    """A function of torch and the value that sets the mode."""
 
 
 def read(torch: Any) -> dict[str, Any]:

@@ -64,9 +64,10 @@ def _reduce_wrapped(module: Any) -> Reduction | None:
 
 
 def unwrapped(module: Any, wrapper: str) -> Any:
-    """Return a module that was inside of `wrapper` in the ranks, and say so."""
+    """Return a module that the ranks had in a `wrapper`, with a warning that the wrapper is missing."""
     warnings.warn(
-        f"the model comes back without {wrapper}, which needs the ranks' process group: it is `model.module` of there",
+        f"the model is returned without {wrapper}, which needs the ranks' process group: you get the `model.module` of "
+        "the ranks",
         stacklevel=2,
     )
     return module

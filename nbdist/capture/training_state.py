@@ -55,7 +55,7 @@ def reduce_training_state(obj: Any) -> Reduction | None:
 
 
 def _prepared(obj: Any) -> str:
-    """Describe `obj` if accelerate has prepared it, or an object with it; otherwise return an empty string."""
+    """Describe `obj` if accelerate has prepared it or contains it; otherwise return an empty string."""
     kind = type(obj)
     if not kind.__module__.startswith("accelerate."):
         return ""

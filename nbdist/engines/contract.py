@@ -22,7 +22,8 @@ def drop(rank: int, which: int, data: bytes) -> None:
 
 
 class Exit(NamedTuple):
-    """The end of a rank's process: its status is an exit code, minus a signal, or None if it is unknown."""
+    """The end of a rank's process. Its status is an exit code, or minus the number of a signal, or None if it is
+    unknown."""
 
     rank: int
     status: int | None
@@ -61,7 +62,7 @@ class Listening(Protocol):
     """A listener that waits for events of ranks and passes them on: see `listening.Listener`."""
 
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
-        """Call `action` whenever a descriptor is readable."""
+        """Have `action` called whenever a descriptor is readable."""
 
     def select(self, seconds: float) -> None:
         """Pass on all events that have arrived; without any, wait at most `seconds` for the first one."""
@@ -90,7 +91,8 @@ class Ranks(Protocol):
         """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
 
     def limit_sending(self, seconds: float) -> None:
-        """Have `send` raise `BlockingIOError` where a rank takes nothing for so long, if `send` waits for ranks."""
+        """Make `send` raise `BlockingIOError` if a rank reads nothing for this number of seconds, on an engine whose
+        `send` waits for ranks."""
 
     def together(self) -> AbstractContextManager[None]:
         """Collect messages and signals in a `with` block, and send them in few messages at its end."""
@@ -100,14 +102,14 @@ class Ranks(Protocol):
 
     @property
     def listen(self) -> ListenerFactory:
-        """The function that makes a listener for messages, output and exits of the ranks."""
+        """A function that makes a listener for the messages, the output and the ends of the ranks."""
 
     def logs(self, ranks: Sequence[int], most: int) -> Mapping[int, str]:
         """Return the last output, about `most` characters, of each of the `ranks`, if the engine keeps output that no
-        cell shows. After `close`, of all ranks that it knows."""
+        cell shows. After `close`, the output of all known ranks is returned."""
 
     def cut_output(self, call: int) -> None:
-        """From now on pass on only the last lines of the output of a call, which is given by its number."""
+        """Pass on only the last lines of the output of a call from now on. The call is given by its number."""
 
     def inherited(self) -> Mapping[str, str]:
         """Return the environment variables of the notebook that hold in the ranks, too."""
@@ -157,8 +159,8 @@ class Engine(Protocol):
     local: bool
     """True if the ranks are processes of this machine, which share its cores with the notebook."""
     origin: Callable[[], Origin]
-    """Returns the state of the process that the ranks work for: `origin.here`. A keeper sets another one. Named
-    sessions need it, `lend`, `borrow` and `release`."""
+    """Returns the state of the process that the ranks work for: `origin.here`. A keeper replaces it. An engine for
+    named sessions must have it, `lend`, `borrow` and `release`."""
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         """Return a device for each rank, as in `wire.messages.World`. Raises `ValueError` for devices that do not
@@ -180,14 +182,14 @@ class Engine(Protocol):
         """Keep the processes of `warm` on this machine for this number of seconds while they are not used."""
 
     def lend(self) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Return what lets another process start ranks at the same place: variables that open it, and descriptors that
-        keep it, if it would end with this process, for as long as another process holds them."""
+        """Return variables and descriptors by which another process starts ranks at the same place. The variables open
+        the place. The descriptors keep it open after the end of this process, as long as another process holds them."""
 
     def borrow(self, variables: Mapping[str, str]) -> None:
         """Use the variables that `lend` of another process has returned."""
 
     def release(self) -> None:
-        """End what is kept in this process for the next ranks."""
+        """Release what this process keeps for the next ranks, such as reserved resources."""
 
 
 class EngineOptions(Protocol):

@@ -55,10 +55,11 @@ def make_room(ranks: int, each: int) -> None:
 
 @contextlib.contextmanager
 def open_descriptors(pipes: int) -> Iterator[tuple[Channel, list[int], list[int]]]:
-    """Return the kernel's ends (a channel, and `pipes` descriptors to read) and the rank's (its socket, and those to
-    write).
+    """Return the kernel's ends (a channel, and `pipes` descriptors to read) and the rank's ends (its socket, and the
+    descriptors to write).
 
-    The rank's are closed at the end of the block, when they are handed over; the kernel's, too, if that fails.
+    At the end of the block, when the rank has its ends, they are closed here. If the block fails, the kernel's ends are
+    closed, too.
     """
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         own, other = socket.socketpair()

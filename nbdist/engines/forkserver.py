@@ -54,7 +54,7 @@ Variables = frozenset[tuple[str, str]]
 
 
 def read_at_import(environ: Mapping[str, str]) -> Variables:
-    """Return the variables in `environ` that ranks can only inherit."""
+    """Return the variables in `environ` that a rank can only inherit from the fork server."""
     names = [name for name in environ if name.startswith(READ_AT_IMPORT) and not _HOLD.fullmatch(name)]
     return frozenset((name, environ[name]) for name in names)
 
@@ -62,13 +62,13 @@ def read_at_import(environ: Mapping[str, str]) -> Variables:
 class ForkServer:
     """The fork server's process, and the connection to it. `variables` are set for its imports.
 
-    Attributes: `process`; `control`, the connection by which it is asked.
+    Attributes: `process`; `control`, the connection for requests to it.
     """
 
     def __init__(self, variables: Variables) -> None:
         self._asked: set[str] = set()
         self.importing: Sequence[str] = ()
-        """The modules that it was asked for last;"""
+        """The modules that were requested last."""
         self._importing_since, self._broken_off = 0.0, False
         self._last_launch = self._importing_after = -1
         ours, theirs = socket.socketpair()
@@ -239,8 +239,8 @@ def stop() -> None:
 
 
 def kill() -> None:
-    """Kill all servers of this process, which ends now and has no ranks any more: to end in good order takes a second,
-    and that the system gives back their memory, some hundredths more. Neither is waited for."""
+    """Kill all servers of this process, which is ending and has no ranks left. There is no wait: an orderly end takes a
+    second, and until the system has reclaimed their memory takes some hundredths more."""
     for key in [key for key in _servers if key[0] == os.getpid()]:
         found = _servers.pop(key)
         found.process.kill()

@@ -58,8 +58,8 @@ class Listener:
         on_message: Takes a rank's message and its parcel.
         on_exit: Takes the end of a rank.
         on_start: Takes the rank and the pid of a process that has started.
-        pause: Seconds for which an output is left alone after it was read, less if much comes. Infinite: until
-            `resume`.
+        pause: The number of seconds for which a descriptor of output is not read after it was read; less if there is
+            much output. Infinite: until `resume`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Listener:
         return int(self._selector.fileno())
 
     def due(self) -> float | None:
-        """Return the seconds after which `select` has work even without an event; None: never."""
+        """Return the number of seconds after which `select` has something to do even without an event. None: never."""
         moments = [*self._explained_by.values()]
         if self._paused and self._pause < math.inf:
             moments.append(self._resume_at)

@@ -317,7 +317,8 @@ class LocalRanks:
                 self.channels, self.outputs, self._stacks = [], [], []
 
     def _read_last_output(self, grace: float, on_output: OnOutput) -> None:
-        """Wait for the ranks' ends, and pass on their output meanwhile: a full pipe would block them."""
+        """Wait for the ends of the ranks, and pass on their output meanwhile, because a full pipe would block a
+        rank."""
         if not grace or not self._watch.alive:
             return
         deadline = time.monotonic() + grace

@@ -1,4 +1,4 @@
-"""The process that ranks work for: its state, as far as they take it over."""
+"""The process that ranks work for, and the parts of its state that the ranks adopt."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class Origin(NamedTuple):
 
     environ: Mapping[str, str]
     changed: frozenset[str]
-    """The variables that the process has set since its start; all others belong to its machine."""
+    """The variables that the process has set since its start. Its other variables belong to its machine."""
     cwd: str
     path: Sequence[str]
     argv: Sequence[str]
     standard: Sequence[str]
-    """The modules of Python's own that the process has, and that ranks would find elsewhere on `path` first."""
+    """The modules of Python's standard library that the process has loaded, although ranks would find other modules of
+    these names on `path` first."""
     notebook: bool
 
 
@@ -33,8 +34,8 @@ def here() -> Origin:
 
 
 def _environ() -> tuple[Mapping[str, str], frozenset[str]]:
-    """Return the environment and the variables that were set, decoded again only after a change: each call of a named
-    session asks for them."""
+    """Return the environment and the variables that were set. They are decoded again only after a change, because each
+    call of a named session asks for them."""
     global _decoded
     raw = vars(os.environ)["_data"]
     if raw != _decoded[0]:

@@ -34,7 +34,7 @@ class Watch:
         self.pids: list[int | None] = [None] * size
         self.alive = set(range(size))
         self.on_start: Callable[[], None] = lambda: None
-        """Called when the fork server has reported that a rank has started."""
+        """Called when the fork server has reported the start of a rank."""
         self._not_ours: list[Exit] = []
         self._processes: dict[int, int] = {}  # rank → descriptor
         self._reports, self.report = os.pipe()

@@ -34,9 +34,10 @@ class _Training:
     """The current training, or the last one."""
 
     group: SharedGroup | None = None
-    """None where ranks cannot share memory."""
+    """The group whose ranks share memory. None: they cannot."""
     carried: tuple[Any, Any] | None = None
-    """A batch's loss, and its mean over all ranks, which came with the gradients; until it is asked for."""
+    """The loss of a batch, until its mean over all ranks is asked for: the mean was computed together with the
+    gradients."""
 
     def usable(self) -> SharedGroup | None:
         """Return the group if its ranks still share memory."""

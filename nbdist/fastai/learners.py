@@ -81,9 +81,9 @@ class TabularLoader(MemoryLoader):
 
     Args:
         original: The fastai loader.
-        data: Its rows, as `TabularPandas` makes batches of them.
+        data: The rows of the loader, as `TabularPandas` makes batches of them.
         divided: Whether the rows are divided among the ranks.
-        group: The process group in which ranks agree on the order then. None: the default process group.
+        group: The process group in which ranks agree on the order of divided rows. None: the default process group.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TabularLoader(MemoryLoader):
         return TabularLoader(self.original, self._data, divided=True, group=group)
 
     def new(self, dataset: Any = None, **options: Any) -> Any:
-        """Return a loader of the same rows, or fastai's loader of another `dataset`."""
+        """Return a loader of the same rows. For another `dataset`, return fastai's own loader."""
         if dataset is None or dataset is self.dataset:
             return super().new(**options)
         return self.original.new(dataset, **options)

@@ -70,7 +70,8 @@ def patched() -> Iterator[Originals]:
 
 
 def _patch_tensors(module: types.ModuleType) -> Originals:
-    """Copy read-only arrays before tensors are made of them: as of pandas 3, torch warns of each in every rank.
+    """Copy read-only arrays before tensors are made of them: with pandas 3, torch warns of each such array in every
+    rank.
 
     On a Mac, have CPU ranks use the CPU: fastai would choose its GPU by itself.
     """

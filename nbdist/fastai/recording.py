@@ -1,4 +1,4 @@
-"""`RecordSteps`, by which a learner keeps what its steps depend on."""
+"""`RecordSteps`, a callback by which a learner records its training."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ __all__ = ["RecordSteps"]
 class RecordSteps(Callback):
     """A callback that records a training on CPU ranks, so that `nbdist.replay_step` can run any of its steps again.
 
-    A step is a batch of training, counted over all trainings of the learner. Kept are the states of model, optimizer
-    and loader, gradients that are there, and the random states, each 25 steps at first, and more rarely in a longer
-    training: 20 snapshots at most on each rank. A mark of each step's result takes some microseconds and four bytes.
+    A step is a batch of training, counted over all trainings of the learner. A snapshot holds the states of model,
+    optimizer and loader, the gradients, and the states of the random generators. The first snapshots are 25 steps
+    apart; in a longer training, the distance grows, so that each rank has at most 20. Each step also costs some
+    microseconds and four bytes, for a mark of its result.
 
     Args:
-        folder: A folder that all ranks reach, without a recording. It is made if it is not there.
+        folder: A folder that all ranks can reach, and that holds no recording. It is made if it does not exist.
 
     Raises:
-        ValueError: As the training begins, if there is a recording in the folder, or the rank has a GPU.
-        RuntimeError: As the training begins, outside a process group.
+        ValueError: At the beginning of the training, if the folder already holds a recording, or the rank has a GPU.
+        RuntimeError: At the beginning of the training, if the process is in no process group.
 
     Examples:
         >>> from fastai.collab import CollabDataLoaders, collab_learner
@@ -56,7 +57,7 @@ class RecordSteps(Callback):
         self._begun: dict[str, Any] = {}
 
     def before_fit(self) -> None:
-        """Begin; leave out a training before the one with the step that is run again."""
+        """Begin to record. While a step is run again, skip a training that ended before this step."""
         if self._log is None:
             self._log = StepLog(self._folder)
             if self._log.target is not None:
@@ -68,12 +69,13 @@ class RecordSteps(Callback):
                 raise CancelFitException
 
     def before_epoch(self) -> None:
-        """Leave out an epoch before the one with the step that is run again."""
+        """While a step is run again, skip an epoch that ended before this step."""
         if self._start is not None and self.epoch < self._start["epoch"]:
             raise CancelEpochException
 
     def before_train(self) -> None:
-        """Keep what the order of the batches depends on, and the state before the first; or go on from a snapshot."""
+        """Note the state on which the order of the batches depends, and write the first snapshot; or continue from a
+        snapshot."""
         assert self._log is not None
         if self._start is None:
             self._begun, self._skipped, self._number = {"order": _order(self.dl), "random": random_state()}, 0, 0
@@ -86,7 +88,7 @@ class RecordSteps(Callback):
             self.learn.dl = _Rest(self.dl, self._skipped, self._load)
 
     def after_batch(self) -> None:
-        """Count a step, and keep the state after it if that is due."""
+        """Count a step, and write a snapshot if one is due."""
         if not self.training:
             return
         assert self._log is not None
@@ -96,7 +98,7 @@ class RecordSteps(Callback):
         self._log.write(self._steps, self._state)
 
     def _state(self) -> dict[str, Any]:
-        """Return all that the next step depends on."""
+        """Return everything that the next step depends on."""
         return {
             **{"step": self._steps, "fit": self._fits, "epoch": self.epoch, "number": self._number},
             **{"begun": self._begun, "random": random_state(), "model": self.model.state_dict()},
@@ -120,8 +122,8 @@ class _Rest:
 
     Args:
         loader: The loader; all other attributes come from it.
-        skipped: How many batches are left out.
-        then: Called after these.
+        skipped: The number of batches to leave out.
+        then: A function that is called after these batches.
     """
 
     def __init__(self, loader: Any, skipped: int, then: Any) -> None:
@@ -156,7 +158,8 @@ def _set_order(loader: Any, order: Any) -> None:
 
 
 def _innermost(loader: Any) -> Any:
-    """Return the loader of fastai that draws an epoch's order, inside the one that divides it among ranks."""
+    """Return the loader of fastai that draws the order of an epoch. It is inside the loader that divides the order
+    among ranks."""
     while not hasattr(loader, "rng"):
         loader = loader.dl
     return loader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Originals = list[tuple[Any, str, Any]]
-"""Class or module, attribute, and the value that it had."""
+"""The class or module, the attribute, and its earlier value."""
 
 
 def replace(patched: Originals) -> Originals:

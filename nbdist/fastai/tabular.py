@@ -115,7 +115,7 @@ def _chunks(self: Any, numbers: Iterator[int]) -> Iterator[Any]:
 
 
 def _sample(self: Any) -> Any:
-    """Return the row numbers of this worker: with several, each takes every `num_workers`-th."""
+    """Return the row numbers of this worker. Of several workers, each takes every `num_workers`-th row."""
     return _fastai.sample(self) if self.num_workers > 1 else iter(self._DataLoader__idxs)
 
 

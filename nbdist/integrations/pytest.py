@@ -24,7 +24,7 @@ class Launcher:
 
     def __init__(self, shared: bool) -> None:
         self.node: Any = None
-        """The test that runs: its report gets what the ranks have written where the call raises."""
+        """The test that runs. If a call raises, the report of the test gets the output of the ranks."""
         self._shared = shared
         self._sessions: dict[int, Session] = {}
 

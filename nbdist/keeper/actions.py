@@ -1,4 +1,4 @@
-"""The actions of a keeper's ranks: calls, and the other things that take turns with calls."""
+"""The actions of a keeper's ranks: calls, and other actions that are done in turn with calls."""
 
 from __future__ import annotations
 
@@ -42,17 +42,18 @@ class _Turn:
         self.token, self.action, self.parcel, self.cell, self.ticket = token, action, parcel, cell, ticket
         self.will_wait = will_wait
         self.stop: Stop | None = None
-        """The way to stop it, while it runs."""
+        """The means to stop the action while it runs."""
         self.dropped = False
-        """True if it was stopped before it had begun."""
+        """True if the action was stopped before it had begun."""
 
 
 class Actions:
-    """Carries out actions, one at a time, and notes in the journal what becomes of them.
+    """The queue of a keeper's actions: it runs one at a time, and writes what happens to the journal.
 
-    Attributes: `lock`, whose turns they have. `running`, the token and the name of the one that runs. `held`, values
-    that the disk had no room for, by call and rank. `last`, the number of the last call; `taken`, whether somebody
-    has taken its outcome. `used`, when the last one was over. `present`, the tokens of those whose clients are there.
+    Attributes: `lock`, the lock whose turns the actions take. `running`, the token and the name of the current action.
+    `held`, values for which the disk had no room, by call and rank. `last`, the number of the last call; `taken`,
+    whether a client has taken its outcome. `used`, the time at which the last action ended. `present`, the tokens of
+    actions whose clients are connected.
     """
 
     def __init__(self, executor: KeptExecutor, journal: Journal) -> None:
@@ -73,7 +74,7 @@ class Actions:
     def queue(
         self, token: str, action: Action, parcel: Parcel | None, will_wait: Callable[[], None]
     ) -> Callable[[], None]:
-        """Put an action into the queue, and return what waits for its turn and carries it out.
+        """Put an action into the queue, and return a function that waits for its turn and then runs it.
 
         Only a call has a `parcel`. `will_wait` is called before the first wait that may take long.
         """
@@ -104,7 +105,7 @@ class Actions:
                 stop.close()
 
     def stop(self, token: str) -> None:
-        """Interrupt an action, or have it not begin."""
+        """Interrupt an action. If it has not begun, it never will."""
         turn = self._turns.get(token)
         if turn is None:
             return
@@ -126,13 +127,13 @@ class Actions:
             self.stop(token)
 
     def answer(self, token: str, line: str | None) -> None:
-        """Pass on what was typed; None: nothing can be typed any more."""
+        """Pass on a line that the user has typed. None: no more lines can be typed."""
         turn = self._turns.get(token)
         if turn is not None and turn.cell.asking:
             turn.cell.answers.put(line)
 
     def look(self) -> None:
-        """Count an outcome as taken when the client of the last call is there a second after that."""
+        """Count the outcome of the last call as taken if its client is still connected one second after the call."""
         if not self.taken and not self.lock.busy() and time.monotonic() > self.used + 1.0:
             self.taken = self._token in self.present
 
@@ -141,7 +142,7 @@ class Actions:
         self.taken = self.taken or call == self.last
 
     def leave_alone(self, token: str) -> None:
-        """The client that has asked for an action is gone: nothing can be typed for it."""
+        """Note that the client of an action is gone, so that no lines can be typed for it."""
         turn = self._turns.get(token)
         if turn is not None:
             turn.cell.takes_input = False

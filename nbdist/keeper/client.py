@@ -1,4 +1,4 @@
-"""A client of a keeper: what it asks for is done."""
+"""The service for one client of a keeper."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .actions import Actions
 
 
 class Client:
-    """The connection of a client, which several threads serve: one at a time reads, and an action is carried out by the
-    thread that has read it. To hand it to another one would take longer than a short call.
+    """The connection of a client. Several threads serve it: one thread at a time reads, and runs the action that it has
+    read. Passing the action to another thread would take longer than a short call.
 
     Args:
         connection: The connection, whose other end is a process of the same user.
         actions: The actions of the keeper.
-        requests: By the kind of a message, the function that does what it asks for.
-        answer: Returns the answer to a question, and its parcel.
-        wake_later: Takes the connection of a client that wants to be woken.
+        requests: The function for each kind of message.
+        answer: A function that returns the answer to a question, and its parcel.
+        wake_later: A function that takes the connection of a client that wants to be woken.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Client:
         self._spare = False  # whether a thread waits to read
 
     def serve(self) -> None:
-        """Do what the client asks for, until it is gone or another thread goes on."""
+        """Handle messages of the client, until it is gone or another thread reads on."""
         while not self._spare:
             self._spare = True
             with contextlib.ExitStack() as reading:
@@ -55,9 +55,10 @@ class Client:
                 work()
 
     def _next(self, hand_over: Callable[[], None]) -> Callable[[], None] | None:
-        """Do what the client asks for, up to an action; return what carries that out, or None if the client is gone.
+        """Handle messages of the client, up to an action. Return a function that runs the action, or None if the client
+        is gone.
 
-        `hand_over` lets another thread read.
+        `hand_over` lets another thread read the following messages.
         """
         try:
             while True:

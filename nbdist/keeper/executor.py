@@ -1,4 +1,4 @@
-"""The executor of a keeper: what its ranks write goes to the journal, and to no cell."""
+"""The executor of a keeper, which writes the output of its ranks to the journal instead of a cell."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .writing import Journal
 
 
 class JournalCell(Cell):
-    """The cell of a call as the keeper has it: notices and questions go to the journal.
+    """The cell of a call in the keeper: it writes notices and questions to the journal.
 
     Args:
-        journal: Where they go.
-        asks: Whether somebody is there who can answer questions of ranks.
+        journal: The journal to write to.
+        asks: Whether a client is there that can answer questions of ranks.
     """
 
     def __init__(self, journal: Journal, asks: bool) -> None:
@@ -28,7 +28,7 @@ class JournalCell(Cell):
         self.call = 0
         """The number of the call."""
         self.answers: queue.SimpleQueue[str | KeyboardInterrupt | None] = queue.SimpleQueue()
-        """Lines that are typed; None: the end of the input."""
+        """The lines that a client has typed. None: the end of the input."""
         self.asking = False
 
     def text(self, text: str, kind: int) -> None:
@@ -51,15 +51,15 @@ class JournalCell(Cell):
 
 
 class KeptExecutor(Executor):
-    """An executor whose ranks' output goes to a journal."""
+    """An executor that writes the output of its ranks to a journal."""
 
     def __init__(self, journal: Journal, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._journal = journal
         self.number = 0
-        """Counts the groups of ranks."""
+        """The numbers of the groups of ranks."""
         self.will_wait: Callable[[], None] = lambda: None
-        """Called before a wait that may take long."""
+        """A function that is called before a wait that may take long."""
 
     def ready(self, cell: Cell, needed: int = 1) -> Group:
         before = self.group
@@ -82,11 +82,11 @@ class KeptExecutor(Executor):
         return relay.number, True, None  # all of it, for the journal
 
     def ranks(self) -> dict[str, Any]:
-        """Return what the journal has of the running ranks."""
+        """Return the description of the running ranks for the journal."""
         return {"group": self.number, "ranks": 0 if self.group is None else len(self.group.layout.devices)}
 
     def _record(self, group: Group) -> None:
-        """Put what the ranks write into the journal before the relay makes sense of it."""
+        """Write the output of the ranks to the journal, before the relay interprets it."""
         relay, journal = group.relay, self._journal
         take: Callable[[int, int, bytes], None] = relay.take
         failed: Callable[[int], None] = relay.failed

@@ -1,4 +1,4 @@
-"""The keeper of a named session: it does what clients ask for, and outlives them."""
+"""The keeper of a named session: it serves clients, and outlives them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Keeper:
     """The ranks of a named session, its journal and its clients.
 
     Args:
-        folder: The session's, which is locked.
-        spec: What the session is.
+        folder: The folder of the session, which is locked.
+        spec: The description of the session.
     """
 
     def __init__(self, folder: SessionFolder, spec: Spec) -> None:
@@ -63,7 +63,7 @@ class Keeper:
         self._engine.warm([])  # in the background
 
     def serve(self, listening: socket.socket) -> None:
-        """Serve clients until the session is closed, or has had no call for long."""
+        """Serve clients until the session is closed, or has had no call for the time `idle`."""
         with selectors.DefaultSelector() as selector:
             selector.register(listening, selectors.EVENT_READ)
             selector.register(self._wakes, selectors.EVENT_READ)
@@ -81,7 +81,7 @@ class Keeper:
         self._leave()
 
     def _work_for(self, origin: Origin) -> None:
-        """Have ranks that start from now on work for a process in this state."""
+        """Make ranks that start from now on work for a process with this state."""
         self._origin = origin
         forkserver.for_notebook(origin.notebook)
         os.environ.clear()
@@ -106,7 +106,8 @@ class Keeper:
             os.write(self._wake, b"!")
 
     def _wake_clients(self) -> None:
-        """Wake all clients: the journal has grown. One that has not looked since it was woken needs no second byte."""
+        """Wake all clients, because the journal has grown. A client that was woken and has not read yet gets no second
+        byte."""
         for wakeup in list(self._wakeups):
             try:
                 wakeup.send(b".")
@@ -134,7 +135,7 @@ class Keeper:
         self._wakeups.append(connection)
 
     def _answer(self, what: str, *values: Any) -> tuple[tuple[str, Any], Parcel | None]:
-        """Answer a question with a value, or with the exception that it has raised; some values are a parcel."""
+        """Answer a question with a value, or with the exception that was raised. Some values are parcels."""
         questions: dict[str, Callable[..., Any]] = {
             "about": self._about,
             "spec": lambda: self._spec,
@@ -160,7 +161,7 @@ class Keeper:
         return group is not None and group.ranks.deliver_widget_event(rank, content, buffers)
 
     def _about(self) -> dict[str, Any]:
-        """Return what a list of sessions says of this one."""
+        """Return the description of this session for the list of sessions."""
         group = self._executor.group
         known = [] if group is None else [size for size in group.memory().values() if size is not None]
         line = self._executor.log(0).rstrip("\n").rpartition("\n")[2].rpartition("\r")[2]

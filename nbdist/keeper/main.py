@@ -15,7 +15,7 @@ from .keeper import Keeper
 
 
 def main(fd: str) -> None:
-    """Keep the session whose name and spec come over the socket with the descriptor `fd`."""
+    """Run the keeper of a session, whose name and spec are received on the socket with the descriptor `fd`."""
     if os.fork():  # the kernel must not find it among its children, which end with it
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -54,7 +54,7 @@ def main(fd: str) -> None:
 
 
 def _write_to(path: str) -> None:
-    """Write what this process and its fork server say to a file: there is no terminal."""
+    """Redirect the output of this process and its fork server to a file, because there is no terminal."""
     sys.stdout.flush()
     sys.stderr.flush()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,4 +1,5 @@
-"""The journal of a named session as its keeper writes it: bounded, and whole as far as it goes at any moment."""
+"""The journal of a named session as its keeper writes it: it has a bounded size, and its records are complete at any
+moment."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ _NEEDED = ("begin", "end", "value", "raised", "prompt", "over")
 
 
 class Journal:
-    """Appends records, from any thread. A full disk cuts the journal and raises nothing.
+    """The writer of a journal. Records can be appended from any thread. On a full disk, the journal ends early, and
+    nothing is raised.
 
     Args:
-        folder: Where it is.
-        keep: Bytes that its files may have together. The value of the last call does not count.
-        wake: Called when there is something to read.
+        folder: The folder of the journal.
+        keep: The largest size of all its files together, in bytes. The values of the last call are not counted.
+        wake: A function that is called when there are new records.
     """
 
     def __init__(self, folder: str, keep: int, wake: Callable[[], None]) -> None:
@@ -52,13 +54,13 @@ class Journal:
         self.flush(wake)
 
     def append_soon(self, kind: str, head: dict[str, Any], *buffers: memoryview | bytes) -> None:
-        """Append a record with the next one, or with the next `flush`."""
+        """Append a record that is written with the next one, or by the next `flush`."""
         with self._lock:
             self._call = head.get("call", self._call)
             self._soon.append(Record(kind, head, buffers))
 
     def flush(self, wake: bool = False) -> None:
-        """Write what was appended."""
+        """Write the appended records."""
         with self._lock:
             records, self._soon = self._soon, []
             if records and not (self._catch_up() and self._write(*records)):
@@ -69,7 +71,7 @@ class Journal:
             self._wake_readers()
 
     def keep_value(self, call: int, rank: int, pickled: memoryview, views: Sequence[memoryview]) -> bool:
-        """Append what a rank has returned; return whether there was room for it."""
+        """Append the value of a rank; return whether there was room for it."""
         head: dict[str, Any] = {"call": call, "rank": rank}
         self.flush()
         if pickled.nbytes + sum(view.nbytes for view in views) < APART:
@@ -105,7 +107,7 @@ class Journal:
             part, position = part[done:], position + done
 
     def look(self) -> None:
-        """Write what waits for room on the disk, if there is some."""
+        """Write the records that wait for room on the disk, if there is room now."""
         with self._lock:
             waited = bool(self._waiting)
             caught_up = self._catch_up()
@@ -113,7 +115,8 @@ class Journal:
             self._wake_readers()
 
     def _catch_up(self) -> bool:
-        """Write what did not fit before, and that something is missing; return whether nothing waits any more."""
+        """Write the records that did not fit before, and a note that some are missing; return whether none waits any
+        more."""
         if not self._missing and not self._waiting:
             return True
         if not self._waiting and not self._has_room():
@@ -156,7 +159,7 @@ class Journal:
                 os.close(fd)
 
     def _write(self, *records: Record) -> bool:
-        """Write records, and not a part of them; return whether there was room."""
+        """Write records completely; return whether there was room."""
         try:
             if self._fd < 0 or self._size >= self._largest:
                 self._next_file()
@@ -200,7 +203,7 @@ class Journal:
                 os.remove(gone)
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing, and close the files."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -20,9 +20,10 @@ from .cell.cell import Cell
 
 
 class Cluster:
-    """Ray on machines, until `close` or the end of the notebook and of named sessions; the result of `nbdist.cluster`.
+    """Ray on several machines, until `close`, or until the end of the notebook and of all named sessions there; the
+    result of `nbdist.cluster`.
 
-    Attributes: `options`, with which the engine uses the cluster.
+    Attributes: `options`, the engine options for this cluster.
     """
 
     def __init__(self, machines: launching.Machines, options: EngineOptions, where: str) -> None:
@@ -38,17 +39,17 @@ class Cluster:
         return not self._closed and self._machines.alive()
 
     def close(self) -> None:
-        """End Ray on all machines, and named sessions there lose their ranks. Later calls run on this machine again."""
+        """End Ray on all machines; named sessions there lose their ranks. Later calls run on this machine again."""
         if self._forget():
             self._machines.close()
 
     def leave(self) -> None:
-        """End Ray on all machines, or leave it to the keepers of named sessions there: it ends with the last one."""
+        """End Ray on all machines. If named sessions run there, Ray ends with the last of them."""
         if self._forget():
             self._machines.leave() if self._machines.lent else self._machines.close()
 
     def _forget(self) -> bool:
-        """Have later calls run on this machine again; return False if they do already."""
+        """Make later calls run on this machine again; return False if they already do."""
         if self._closed:
             return False
         self._closed = True
@@ -91,12 +92,12 @@ def cluster(
         where: "slurm": nodes that `srun` gives, in the notebook's allocation or in a new one. A list: hosts that ssh
             reaches without a question; the first host becomes the head; the notebook needs no other way to them.
         nodes: The number of Slurm's nodes.
-        gpus: GPUs of each machine. With any, each rank has one of its own.
+        gpus: The number of GPUs of each machine. If it is not 0, each rank gets a GPU of its own.
         options: Further arguments of srun (`["--partition=gpu", "--time=4:00:00"]`), or of ssh (`["-p", "2222"]`).
         python: The path of the interpreter on the machines. None: the path of this interpreter.
-        ray_start: Further arguments of `ray start`, such as `["--num-cpus=16"]`. If nothing is said, Ray has the cores
-            that a program may use there.
-        wait: Seconds to wait at most until Ray runs on all machines, including the time in Slurm's queue.
+        ray_start: Further arguments of `ray start`, such as `["--num-cpus=16"]`. By default, Ray gets the cores that a
+            program may use on the machine.
+        wait: The longest time to wait until Ray runs on all machines, in seconds, including the time in Slurm's queue.
         **engine: Further fields of `RayOptions`, such as `cpus` and `placement`.
 
     Returns:
@@ -110,7 +111,7 @@ def cluster(
     Examples:
         >>> cluster(["host1", "host2"], nodes=2)
         Traceback (most recent call last):
-        ValueError: nodes=2 is for "slurm": the hosts are those of the list
+        ValueError: nodes=2 is for "slurm": a list names its hosts
 
     On four nodes of Slurm::
 
@@ -151,7 +152,7 @@ def cluster(
 
 
 def _check_where(where: Any, nodes: Any) -> list[str] | None:
-    """Return the hosts; None for Slurm."""
+    """Return the names of the hosts; None for Slurm."""
     if where == "slurm":
         if nodes is None:
             raise ValueError('nodes must be the number of nodes: cluster("slurm", nodes=2)')
@@ -160,7 +161,7 @@ def _check_where(where: Any, nodes: Any) -> list[str] | None:
     if isinstance(where, str) or not where or not all(isinstance(host, str) and host for host in where):
         raise ValueError(f"where must be 'slurm' or a list of hosts, got {where!r}{nearest(where, ['slurm'])}")
     if nodes is not None:
-        raise ValueError(f'nodes={nodes!r} is for "slurm": the hosts are those of the list')
+        raise ValueError(f'nodes={nodes!r} is for "slurm": a list names its hosts')
     for host in where:
         if host.startswith("-") or list(where).count(host) > 1:
             raise ValueError(f"{host!r} is no host" if host.startswith("-") else f"{host!r} is there twice")

@@ -21,25 +21,25 @@ _MARK = "#d55e00"
 
 
 class Difference(NamedTuple):
-    """The first collective that ranks of a process group do not have in common."""
+    """The first collective that is not the same on all ranks of a process group."""
 
     group: str
     number: int
-    """The place among the collectives of the group, from 1."""
+    """The number of the collective in the group, from 1."""
     by_rank: Mapping[int, Collective]
-    """Each rank's; ranks that have not begun any of this number are missing."""
+    """The collective of each rank. A rank is missing if it has not begun a collective with this number."""
     missing: Sequence[int]
 
 
 class Collectives:
-    """The last 1,000 collectives of each rank, as they were when this was made.
+    """The last 1,000 collectives of each rank, at the time when this object was made.
 
-    A notebook shows them as a picture: a row for each rank, a bar for each collective from its begin to its end, and
-    the first difference between ranks marked. Elsewhere they are printed as a table.
+    A notebook shows them as a picture: a row for each rank, a bar for each collective from its beginning to its end,
+    and a mark at the first difference between ranks. Elsewhere they are printed as a table.
 
     Attributes: `by_rank`, for each rank a list of `nbdist.wire.recording.Collective`; `difference`, the first
-    collective that is not the same on all ranks of its process group, or that some have not begun; None where there
-    is none.
+    collective that is not the same on all ranks of its process group, or that some ranks have not begun. None: there is
+    no difference.
     """
 
     def __init__(self, by_rank: Mapping[int, Sequence[Collective]], now: float) -> None:
@@ -67,7 +67,7 @@ class Collectives:
         return "\n".join([*lines, *([self.hint()] if self.difference else [])])
 
     def hint(self) -> str:
-        """Return a sentence about the first difference; empty where there is none."""
+        """Return a sentence about the first difference; empty if there is none."""
         if self.difference is None:
             return ""
         numbers = cell_numbers()

@@ -31,8 +31,7 @@ def run_in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, ne
 
 @contextlib.contextmanager
 def breakpoints() -> Iterator[None]:
-    """Make `breakpoint()` open pdb. In a kernel it opens the front end's debugger by default, and without one it does
-    nothing."""
+    """Make `breakpoint()` open pdb. In a kernel, it would open the front end's debugger, or do nothing without one."""
     hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
     if debugpy is not None and not debugpy.is_client_connected():
         sys.breakpointhook = sys.__breakpointhook__
@@ -44,7 +43,8 @@ def breakpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _group_of_one() -> Iterator[None]:
-    """Enter a process group of this process alone, with the environment of a rank; restore both afterwards."""
+    """Join a process group of this process alone, with the environment of a rank. Afterwards, leave it and restore the
+    environment."""
     import torch
     import torch.distributed as dist
 

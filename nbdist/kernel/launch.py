@@ -34,7 +34,7 @@ class Launcher(SessionOptions):
     and only `imports`, `need` and `check` are used.
 
     Raises:
-        TypeError, ValueError: For options that make no sense.
+        TypeError, ValueError: An option is invalid.
 
     Examples:
         >>> import torch
@@ -96,19 +96,19 @@ def in_ddp(
     Args:
         ngpus: The number of ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
         fn: The function to run, from the notebook, a script or a package.
-        *args: The positional arguments of `fn`. `per_rank([...])` gives each rank its own.
-        imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
-            that they give are not captured.
-        need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
+        *args: The positional arguments of `fn`. `per_rank([...])` gives each rank a value of its own.
+        imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names that
+            they define are not captured.
+        need: Further names of notebook variables to send: a string, a list, or a mapping name → value.
         **kwargs: The keyword arguments of `fn`.
 
     Returns:
-        What `fn` returned on rank 0, its CUDA tensors on the CPU.
+        The value of `fn` on rank 0, with its CUDA tensors on the CPU.
 
     Raises:
-        TypeError, ValueError, NameError, CaptureError: Before any rank starts, for arguments that make no sense, too
-            few GPUs, unknown names, and objects that cannot be pickled.
-        RankDied: When a rank's process ends without an answer.
+        TypeError, ValueError, NameError, CaptureError: Before any rank starts: an argument is invalid, there are too
+            few GPUs, a name is unknown, or an object cannot be pickled.
+        RankDied: A rank's process has ended without an answer.
         BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
 
     Examples:
@@ -150,7 +150,8 @@ def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ..
 
 @entry
 def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
-    """Open pdb in a rank of the `in_ddp.options(hold_on_error=True)(...)` that has just raised; then end its ranks.
+    """Open pdb in a rank of the last `in_ddp.options(hold_on_error=True)(...)`, which raised an exception. Afterwards,
+    end its ranks.
 
     Args:
         rank: The number of the rank. None: the rank whose exception the call raised.
@@ -197,8 +198,8 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named:
 
     Args:
         imports: Import statements, as for `in_ddp`.
-        idle: Seconds after which the server ends when nothing uses it; half an hour by default. The next call starts a
-            new one.
+        idle: The number of seconds without use after which the server ends; half an hour by default. The next call
+            starts a new one.
         named: Whether to start, instead, a keeper with its own fork server, for the next session with a `name`.
 
     Examples:

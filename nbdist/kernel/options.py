@@ -27,7 +27,7 @@ class SessionOptions:
     """The options of a session and their defaults; they are described in the docstring of `Session`.
 
     Raises:
-        TypeError, ValueError: For values that make no sense.
+        TypeError, ValueError: An option is invalid.
     """
 
     backend: str | Mapping[str, Any] | None = None
@@ -74,13 +74,18 @@ class SessionOptions:
             check_name(self.name)
         check_number(self.idle, above=0, name="idle", unit="seconds")
         check_count(self.keep, least=LEAST_KEPT, name="keep")
+        for option, default in (("idle", IDLE), ("keep", KEEP)):
+            if self.name is None and getattr(self, option) != default:
+                raise ValueError(
+                    f"{option} must be given with a name, got no name: Session(2, name='...', {option}=...)"
+                )
 
     def check_for(self, nranks: int) -> None:
         """Raise `TypeError` or `ValueError` if a session of `nranks` ranks cannot have these options."""
         check_min_ranks(self.min_ranks, nranks, self.restarts)
 
     def layout(self, nranks: int, engine: Engine) -> Layout:
-        """Return the devices and options with which `nranks` ranks are started. Raises what `Session` says."""
+        """Return the devices and options with which `nranks` ranks are started. Raises the exceptions of `Session`."""
         env, group = dict(self.env or {}), {"backend": self.backend} if isinstance(self.backend, str) else self.backend
         group = dict(group or {})
         devices = engine.devices(nranks, self.devices)

@@ -17,7 +17,7 @@ from typing import Any
 from ..capture.foreign import name_of
 from ..capture.need import Names, given_names
 from ..capture.per_rank import for_each_rank, own
-from ..checks import check_count
+from ..checks import check_count, check_path
 from ..errors import NbdistError, entry
 from ..fastai.patches import patched
 from ..rank.member import Beside, Way, cpu_world, member, run_beside, run_to, run_to_in_rank
@@ -28,9 +28,10 @@ from .calls.requests import check_rank
 from .in_kernel import breakpoints
 from .session import Session, executor_of
 
-#: Seconds that the kernel waits in a collective for the ranks, and the ranks for the kernel, which may be debugging.
+#: Seconds that the kernel waits in a collective for the ranks, and that the ranks wait for the kernel, where the user
+#: may be debugging.
 _PATIENCE, _LONG_PATIENCE = 300, 30 * 86400
-#: Seconds for the failure of a rank to arrive, where the kernel failed.
+#: Seconds that the kernel, after a failure of its own, waits for the failure of a rank that may have caused it.
 _SOON = 5.0
 
 
@@ -43,8 +44,8 @@ class ReplayedStep:
     rank: int
     """The number of the rank."""
     same: bool | None
-    """True if the parameters after it are the recorded ones, bit for bit; None if there is nothing to compare with,
-    because the recorded step, or this one, did not come to its end."""
+    """True if the step gave the recorded result, bit for bit. None if there is nothing to compare, because the recorded
+    step or this one did not end."""
 
     def __repr__(self) -> str:
         result = {
@@ -67,32 +68,33 @@ def replay_step(
     need: Names = "",
     **kwargs: Any,
 ) -> ReplayedStep:
-    """Run one step of a recorded training again, in this process, as that rank ran it.
+    """Run one step of a recorded training again, in this process, as one of the ranks ran it.
 
-    `%debug`, `breakpoint()` and `print` work in the step, as it runs in the notebook. The training is a function with
-    `fit(..., record=folder)`, `RecordSteps(folder)` or `Recording(folder, ...)` in it. CPU ranks are started, which
-    train from the snapshot before the step up to it, and take part in its collectives. What comes before the first step
-    in the function runs here, too; what comes after this step does not. Prints may be added to the function; what
-    changes numbers makes another step of it.
+    The step runs in the notebook, so `%debug`, `breakpoint()` and `print` work in it. The other ranks are started
+    again, on CPUs: they train from the last snapshot before the step, and take part in the step's collectives. This
+    process runs the function from its beginning to the first step of the training, jumps to the recorded state before
+    the wanted step, and leaves the function after it. You may add prints and breakpoints to the function; a change of
+    what it computes changes the step.
 
     Args:
         folder: The folder of the recording.
-        fn: The function that was recorded.
-        *args: Its positional arguments, as they were then.
-        step: The number of the step, from 1, as `fit` counts steps.
+        fn: The function that was recorded. It calls `fit(..., record=folder)`, or uses `RecordSteps(folder)` or
+            `Recording(folder, ...)`.
+        *args: The positional arguments of the recorded call.
+        step: The number of the step, from 1. Steps are counted over all epochs.
         rank: The number of the rank.
         imports: As for `in_ddp`.
         need: As for `in_ddp`.
-        **kwargs: Its keyword arguments, as they were then.
+        **kwargs: The keyword arguments of the recorded call.
 
     Returns:
-        Whether the result was the recorded one. If it was not, a warning says so too.
+        The step, and whether its result equals the recorded one. If not, there is also a warning.
 
     Raises:
         FileNotFoundError: There is no recording in the folder.
-        TypeError, ValueError: For a step or rank that was not recorded, and as `in_ddp`.
-        NbdistError: The function ended before the step, or the notebook has a process group of its own.
-        BaseException: What the step raises.
+        TypeError, ValueError: The step or the rank was not recorded, or an argument is one that `in_ddp` refuses, too.
+        NbdistError: The function ended before the step, or the notebook is in a process group of its own.
+        BaseException: The step has raised this exception.
 
     Examples:
         >>> import torch
@@ -110,6 +112,7 @@ def replay_step(
         step 3 of rank 0: the result is the recorded one, bit for bit
     """
     check_platform()
+    check_path(folder, name="folder", usage="replay_step(folder, fn, *args, step=...)")
     block, names = check_call(fn, imports, need)
     check_takes(fn, args, kwargs, ("imports", "need"))
     recording = _Recording(Path(os.path.abspath(folder)), step, rank)
@@ -133,17 +136,17 @@ def replay_step(
     if reached.same is False:
         warnings.warn(
             f"the result of step {step} of rank {rank} is not the recorded one: the code, the data, the number of "
-            f"threads or the versions are others now (recorded with torch {recording.torch})",
+            f"threads or the versions have changed (recorded with torch {recording.torch})",
             stacklevel=3,
         )
     return ReplayedStep(step, rank, reached.same)
 
 
 class _Recording:
-    """A recording, and the way to a step of it.
+    """A recording, and the run from one of its snapshots to a step.
 
     Args:
-        folder: Its folder.
+        folder: The folder of the recording.
         step: The number of the step.
         rank: The number of the rank.
 
@@ -160,7 +163,7 @@ class _Recording:
         from ..replay import log  # imports torch
 
         self.size: int = log.about(folder, 0)["world_size"]
-        check_rank(rank, self.size)
+        check_rank(rank, self.size, of="recording")
         recorded = log.steps_of(folder, rank)
         if check_count(step, least=1, name="step") > recorded + 1:
             raise ValueError(f"step must be 1 to {recorded + 1}, got {step}: rank {rank} has recorded {recorded} steps")
@@ -177,7 +180,7 @@ class _Recording:
         return Way(Target(str(self._folder), self._step, str(start), str(end or "")), self._seeds)
 
     def go_to_step(self, session: Session | None, scratch: Path, what: tuple[Any, ...]) -> Path:
-        """Make all ranks train up to the step; return the folder with their snapshot before it."""
+        """Make all ranks train up to the step, and return the folder with their snapshot of the state before it."""
         start, end = scratch / "start", scratch / "end"
         start.mkdir()
         (start / f"step-{self.snapshot}").symlink_to(self._folder / f"step-{self.snapshot}")
@@ -214,7 +217,7 @@ class _Recording:
 
 
 def _failure(others: Future[Any] | None) -> BaseException | None:
-    """Return what a rank has raised, if one has failed: then it left the collectives, and the kernel failed, too."""
+    """Return the exception of a rank, if one has failed: the kernel fails in a collective that a rank has left."""
     with contextlib.suppress(NotYet):
         return None if others is None else others.exception(_SOON)
     return None
@@ -222,13 +225,14 @@ def _failure(others: Future[Any] | None) -> BaseException | None:
 
 def _ended(fn: Any, step: int) -> NbdistError:
     return NbdistError(
-        f"{name_of(fn)} ended before step {step} of the recording: call it with the arguments that were recorded"
+        f"{name_of(fn)} ended before step {step} of the recording: give the function that was recorded, with the "
+        "arguments of that call"
     )
 
 
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
-    """Restore the random states of the notebook afterwards."""
+    """Restore the notebook's random states at the end of the `with` block."""
     from ..replay.random_states import random_state, set_random_state
 
     before = random_state()

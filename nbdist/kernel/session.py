@@ -34,71 +34,74 @@ T = TypeVar("T")
 class Session:
     """`nranks` ranks in one process group, started with the first call and kept until `close`.
 
-    Objects that `fn` stores in the `__main__` of a rank stay there for later calls. A call that raises leaves the
-    session usable: ranks that waited for one another get a new process group, in the same processes. (An object that
-    uses the old group, such as a `DistributedDataParallel`, must be made again.) If that is impossible, the next call
-    starts fresh ranks and says so. After the death of a rank, `restart` starts fresh ranks.
+    Objects that `fn` stores in the `__main__` of a rank stay there for later calls. After a call that raised, the
+    session can still be used: ranks that waited for one another get a new process group, in the same processes. (An
+    object that uses the old group, such as a `DistributedDataParallel`, must be made again.) If a new group is
+    impossible, the next call starts fresh ranks and says so. After the death of a rank, `restart` starts fresh ranks.
 
-    Calls take turns, in the order in which they were made. A session without references closes itself.
+    Calls take turns, in the order in which they were made. A session closes when the last reference to it is deleted.
 
     Args:
         nranks: The number of ranks, at least one.
-        backend: The process group's backend, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors
-            and objects also gloo: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
-            further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a collective that has
-            waited for 60 seconds.
-        devices: "cpu", "cuda", or one device per rank: by numbers among the visible GPUs (`["cuda:0", "cuda:2"]`) or
-            names as `nvidia-smi -L` has them (`["GPU-6e5f...", "GPU-8f1c..."]`, or "MIG-..."). Ranks
-            may share one. None: a GPU per rank where there is any GPU at all, else CPUs.
-        threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
-            same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
-        timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
+        backend: The process group's backend, such as "gloo". None: NCCL if each rank has a GPU of its own (with gloo
+            for CPU tensors and objects: "cpu:gloo,cuda:nccl"), otherwise gloo. A mapping gives further arguments of
+            `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a collective that has waited for 60 seconds.
+        devices: "cpu", "cuda", or a list with one device for each rank: numbers of visible GPUs (`["cuda:0",
+            "cuda:2"]`) or names as `nvidia-smi -L` prints them (`["GPU-6e5f...", "GPU-8f1c..."]`, or "MIG-..."). Ranks
+            may share a GPU. None: a GPU for each rank if the machine has any GPU, otherwise CPUs.
+        threads: The number of threads of each rank. None: the notebook's OMP_NUM_THREADS, otherwise the number of cores
+            divided by the number of ranks. "bind": the same, and each rank is bound to its own share of the cores, on
+            one NUMA node if possible.
+        timeout: The number of seconds after which a call ends with `RankTimeout`. None: no limit.
         output: The ranks whose output the cell shows: "rank0", "all" (each line with its rank), "tabs" (a column for
-            each rank, the failed one first) or "none". `logs` has the rest.
-        lines: The number of lines of a call's output that a cell shows. Of more output it shows the last hundred lines
-            and the number of all, with a link to a file that has all. None: all lines; a page may take minutes to show
-            them.
-        env: Environment variables for the ranks, in addition to the notebook's. Where libraries read one while they are
-            imported (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), a fork server of its own imports them for these
-            ranks, which takes some seconds once.
-        seed: Seeds the ranks once, when they start. None: every call seeds them again from the notebook's own
-            random state (`random`, NumPy and torch, each from its own).
-        seed_ranks: Rank r is seeded with r added to every seed, so that dropout masks and augmentations differ between
-            the ranks. Models that are made on each rank differ then too, until `DistributedDataParallel` or the like
-            gives them rank 0's. Otherwise all ranks are seeded alike, as fastai's `set_seed` and Lightning's
-            `seed_everything` do when they are called with one number.
+            each rank, the failed rank first) or "none". `logs` returns the output of any rank.
+        lines: The number of lines of a call's output that a cell shows in full. If there are more, the cell shows the
+            last hundred lines and the number of all, with a link to a file with all lines. None: all lines; a page may
+            take minutes to show them.
+        env: Environment variables for the ranks, in addition to the notebook's. If a library reads one of them at its
+            import (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), these ranks get a fork server of their own, which
+            takes some seconds once.
+        seed: The seed of the ranks, set once when they start. None: every call seeds the ranks again, from the
+            notebook's random states (`random`, NumPy and torch, each from its own).
+        seed_ranks: Whether to add the number of the rank to its seeds, so that dropout masks and augmentations differ
+            between the ranks. Then models that are made on each rank also differ, until for example
+            `DistributedDataParallel` copies rank 0's. Otherwise all ranks have the same seeds, as after fastai's
+            `set_seed` or Lightning's `seed_everything` with one number.
         settings: Whether each call brings the notebook's settings: logging, warning filters, options of torch, NumPy,
             pandas and matplotlib, and the notebook's functions put into classes of libraries. A setting that a call
             changes in a rank stays changed until the notebook changes it.
-        engine: The place of the ranks: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
-            other cluster, a further name an engine of another package. None: what `nbdist.use` was called with, or
-            else this machine.
-        start: The way in which ranks start on this machine. "forkserver": forked from a process that has imported the
-            libraries. "spawn": each in a fresh interpreter, which takes seconds: for libraries that must not be
-            imported before a fork, and for variables of `env` that any library reads while it is imported.
-        hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
-        on_hang: The reaction to ranks that can never go on, such as a rank in a collective with another rank that has
-            returned. "say": the cell shows the ranks and the reason. "raise": the call ends with `RankStuck`.
-        check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the call with `NotFinite`,
-            which names step, module, parameter and row. "ranks": parameters, buffers and random states that must be
-            alike on all ranks are compared after steps 1 and 2 and each ten steps ("ranks:100": each hundred); a
-            difference ends the call with `RankMismatch`. A list has both. None: nothing is checked.
-        restarts: The number of times that a call is started again, on fresh ranks, after a rank or its node was lost.
-            The function finds the count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
-        min_ranks: The number of ranks that is enough for such a restart. A cluster that has lost nodes goes on with the
+        engine: The engine that starts the ranks: "local" on this machine, "ray" on the cluster that runs on it,
+            `RayOptions` on any other cluster; or the name of another package's engine. None: the engine of the last
+            `nbdist.use`, otherwise this machine.
+        start: The way to start ranks on this machine. "forkserver": forked from a process that has imported the
+            libraries. "spawn": each in a fresh interpreter, which takes seconds. Use it for libraries that must not be
+            imported before a fork, and for variables of `env` that any library reads at its import.
+        hold_on_error: Whether ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the
+            next call.
+        on_hang: The reaction to ranks that can never go on, for example because one waits in a collective while another
+            has returned. "say": the cell shows the ranks and the reason. "raise": the call ends with `RankStuck`.
+        check: The checks of a training's numbers. "nan": the first loss, gradient or parameter that is NaN or infinite
+            ends the call with `NotFinite`, which names step, module, parameter and row. "ranks": parameters, buffers
+            and random states that must be equal on all ranks are compared after steps 1 and 2 and then after every ten
+            steps ("ranks:100": every hundred); a difference ends the call with `RankMismatch`. A list makes both
+            checks. None: no check.
+        restarts: The number of times that a call is started again, on fresh ranks, after the loss of a rank or its
+            node. The function finds the number of restarts in TORCHELASTIC_RESTART_COUNT, so that it can continue from
+            its last snapshot.
+        min_ranks: The smallest number of ranks for such a restart. A cluster that has lost nodes continues with the
             ranks that it has room for, and tries to start all of them at the next restart. None: the restart waits
             until there is room for all ranks.
-        name: The name of a keeper, a process that holds the ranks. The ranks, their output and their values
-            outlive the notebook's kernel: `nbdist.attach(name)` gives the session back, in any process of the same
-            user on this machine, also where the ranks are on a cluster. Letters, digits, ".", "_" and "-". None: the
-            ranks end with the kernel.
-        idle: Seconds without a call after which such a keeper ends: a day.
-        keep: Bytes that its output and values may take on the disk: a gibibyte. The oldest are dropped first; the
-            values of the last call stay.
+        name: The name of a session whose ranks outlive the notebook's kernel, with their output and values: a separate
+            process, the keeper, holds them. `nbdist.attach(name)` returns the session in any process of the same user
+            on this machine, also if the ranks are on a cluster. Letters, digits, ".", "_" and "-". None: the ranks end
+            with the kernel.
+        idle: The number of seconds without a call after which the keeper of a named session ends; a day by default.
+        keep: The largest size of the output and values of a named session on the disk, in bytes; a gibibyte by default.
+            The oldest are dropped first; the values of the last call stay.
 
     Raises:
-        TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.
-        NotImplementedError: On Windows.
+        TypeError, ValueError: An argument is invalid, or there are fewer GPUs than ranks.
+        NotImplementedError: The system is Windows.
 
     Examples:
         >>> import torch.distributed as dist
@@ -165,7 +168,7 @@ class Session:
 
     @property
     def nranks(self) -> int:
-        """The number of ranks; after a restart with `min_ranks=` it may be smaller than the number that was asked
+        """The number of ranks. After a restart with `min_ranks=` it may be smaller than the number that was asked
         for."""
         return len(self._executor.layout.devices)
 
@@ -184,20 +187,21 @@ class Session:
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
-            *args, **kwargs: The arguments of `fn`. `per_rank([...])` gives each rank its own.
+            *args, **kwargs: The arguments of `fn`. `per_rank([...])` gives each rank a value of its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
-            need: Further names of notebook variables to take along, which `fn` is not seen to use; or a mapping
+            need: Further names of notebook variables to send, although `fn` does not seem to use them; or a mapping
                 from names to values.
-            ranks: The ranks that run `fn`; the lowest of them gives the value. None: all ranks. A collective of all
-                ranks waits for ever if only some ranks call it.
+            ranks: The ranks that run `fn`. The value of the lowest of them is returned. None: all ranks. A collective
+                of all ranks waits forever if only some ranks call it.
 
         Raises:
-            ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
-            RankDied: When a rank's process ends.
-            RankTimeout: When the session's timeout is over.
-            RankStuck: With `on_hang="raise"`, when ranks wait for what cannot come.
-            NotFinite, RankMismatch: With `check=`.
-            NbdistError: When the session is closed, or a rank had died and there was no `restart`.
+            ValueError, TypeError, NameError, CaptureError: Before any rank runs: an argument is invalid or cannot be
+                sent.
+            RankDied: A rank's process has ended.
+            RankTimeout: The call took longer than the session's timeout.
+            RankStuck: With `on_hang="raise"`: the ranks can never go on.
+            NotFinite, RankMismatch: With `check=`: a check has failed.
+            NbdistError: The session is closed, or a rank has died and `restart` was not called.
             BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
         """
         return self.call(fn, args, kwargs, imports, need, ranks=ranks)[0]  # type: ignore[no-any-return]
@@ -236,13 +240,15 @@ class Session:
         or Perfetto; `profile.value` is the value of the function.
 
         Args:
-            skip: The number of steps at the beginning that are not profiled, because the first steps also set things
-                up. 0 profiles from the start of the function, and so functions without an optimizer, too.
-            steps: The number of steps that are profiled then. They are slower, and each operator takes memory.
+            skip: The number of steps at the beginning that are not profiled, because the first steps include
+                preparations. 0: the profile begins with the function, and also works for functions without an
+                optimizer.
+            steps: The number of steps that are profiled after those. Profiled steps are slower, and each operator takes
+                memory.
             fn, *args, imports, need, ranks, **kwargs: As for `run`.
 
         Raises:
-            As `run`.
+            The exceptions of `run`.
 
         Examples:
             >>> import torch
@@ -282,7 +288,8 @@ class Session:
         called this, live, even while other cells run. `cancel()` stops the call as an interrupt does.
 
         Raises:
-            ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
+            ValueError, TypeError, NameError, CaptureError: An argument is invalid or cannot be sent. The future raises
+                all other exceptions.
         """
         with nothing_sent():
             request = self._capture(fn, args, kwargs, imports, need, ranks)
@@ -303,12 +310,12 @@ class Session:
     ) -> list[Any]:
         """Do the work of `run` and `run_all`, with the function's arguments given separately, and with more options.
 
-        Here the function may have parameters called `imports`, `need` or `ranks`.
+        Unlike with `run`, the function may have parameters named `imports`, `need` or `ranks`.
 
         Args:
             ranks: The ranks that run `fn`. None: all ranks.
-            everyone: Whether every rank's value is wanted.
-            output: Like the option of the session, for this call.
+            everyone: Whether the values of all ranks are returned.
+            output: The option of `Session`, for this call.
 
         Returns:
             The values of the `ranks` in their order, or the value of the first rank alone.
@@ -328,11 +335,11 @@ class Session:
         """Wait for a call of a named session, from any notebook, and return its value or raise its exception.
 
         Args:
-            call: Its number, from 1. None: the last one.
-            timeout: Seconds to wait at most. None: any time.
+            call: The number of the call, from 1. None: the last call.
+            timeout: The longest time to wait, in seconds. None: no limit.
 
         Returns:
-            What `run` or `run_all` would have returned.
+            The value that `run` or `run_all` would have returned.
 
         Raises:
             NbdistError: There is no such call, its ranks were lost before its end, or the session has no name.
@@ -347,9 +354,9 @@ class Session:
         """Show the output of a call of a named session so far, in the cell that runs.
 
         Args:
-            call: Its number, from 1. None: the last one.
-            output: As for `Session`. None: as the call was made.
-            lines: As for `Session`.
+            call: The number of the call, from 1. None: the last call.
+            output: The option of `Session`. None: the option of the call.
+            lines: The option of `Session`.
 
         Raises:
             NbdistError: There is no such call, or the session has no name.
@@ -361,7 +368,7 @@ class Session:
 
     @entry
     def stop(self) -> None:
-        """Interrupt the call that runs on a named session, whoever has made it, as the stop button does.
+        """Interrupt the running call of a named session, as the stop button does. Any process may have made the call.
 
         Its ranks get five seconds for their `finally` blocks; a second `stop` does not wait for them.
         """
@@ -373,22 +380,24 @@ class Session:
         return self._executor
 
     def _follow(self) -> None:
-        """Show the last call, and in the background what follows."""
+        """Show the last call, and later output in the background."""
         from .named import recorded
 
         self._turns.follow(functools.partial(recorded.show_last, self._named()))
 
     def logs(self, rank: int) -> str:
-        """Return the output of a rank, shown or not: the last million characters since the ranks started.
+        """Return the output of a rank, including output that was not shown: the last million characters since the ranks
+        started.
 
-        On a cluster the nodes keep it; after the end of the ranks, eight million characters of all of them are kept.
+        On a cluster the nodes store the output. After the end of the ranks, eight million characters of all of them
+        together are kept.
         """
         check_rank(rank, self.nranks)
         return self._executor.log(rank)
 
     def status(self) -> Status:
-        """Return a table of the ranks: process, device, state, function, memory, and last line of output. With
-        nvidia-ml-py, memory and load of the devices, too.
+        """Return a table of the ranks: process, device, state, function, memory, and last line of output. If
+        nvidia-ml-py is installed, it also has memory and load of the GPUs.
 
         In a notebook the table is updated until a running call is over.
         """
@@ -412,7 +421,7 @@ class Session:
         return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:
-        """Return the place of each rank: a line for each rank, then the Python stacks. Works in any thread."""
+        """Return the current line of each rank, and the Python stacks. Works in any thread."""
         taken = self._executor.stacks()
         return stacks.report(taken) if taken else ""
 
@@ -435,7 +444,7 @@ class Session:
             commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
         Raises:
-            NbdistError: No rank is held: after a call that did not raise, or without `hold_on_error=True`.
+            NbdistError: No rank has frames: the last call did not raise, or `hold_on_error=True` was not given.
         """
         self._turns.post_mortem(rank, commands)
 
@@ -494,6 +503,6 @@ def executor_of(session: Session) -> Executor:
 def call_once(session: Session, *what: Any) -> Any:
     """Make the only call of a session, with the arguments of `Session.call`, and return rank 0's value.
 
-    A stop need not wait until the ranks are fit for another call, unless `hold_on_error` keeps them.
+    After a stop, there is no wait until the ranks can take another call, unless `hold_on_error` keeps them.
     """
     return session._call(*what, once=not session._options.hold_on_error)[0]

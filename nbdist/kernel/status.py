@@ -34,12 +34,12 @@ class Snapshot:
 class Status:
     """A table, as text and as HTML, with the state at the time of display.
 
-    Displayed in a notebook during a call, it is updated until the call is over.
+    While it is displayed in a notebook during a call, it is updated until the call is over.
     """
 
     def __init__(self, look: Callable[[], Snapshot]) -> None:
         self.look = look
-        """Gives the table of this moment."""
+        """Returns the table at this moment."""
 
     def __str__(self) -> str:
         return _as_text(self.look())
@@ -74,7 +74,7 @@ class Status:
 
 
 def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapshot:
-    """Return the table of a session with this state, this layout, and this group if it runs."""
+    """Return the table of a session with this state and layout, and with this group if the ranks run."""
     devices = _with_use(layout)
     title = f"{len(devices)} rank{'s' if len(devices) != 1 else ''}, {state}"
     if group is None:

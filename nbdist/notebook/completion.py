@@ -67,8 +67,8 @@ def inspect_also(shell: Any, inspect: Callable[[str, int, int], dict[str, Any]])
 
     Args:
         shell: The kernel's shell.
-        inspect: Given the cell's text, the cursor's place in it, and 0 or 1 for how much is wanted. Returns texts by
-            their MIME types; none: IPython looks in the notebook.
+        inspect: A function of the cell's text, the position of the cursor, and the level of detail, 0 or 1. It returns
+            texts by their MIME types. If it returns none, IPython looks in the notebook.
     """
     kernel = getattr(shell, "kernel", None)
     if kernel is None:

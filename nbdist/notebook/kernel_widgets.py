@@ -50,7 +50,7 @@ def _widgets() -> dict[str, Any]:
 
 
 def embedded(widget: Any) -> Any:
-    """Return the state that ipywidgets saves of an object that stands for a widget."""
+    """Return the state that ipywidgets saves for an object that represents a widget."""
     module: Any = sys.modules["ipywidgets.widgets.widget"]
     return module.Widget._get_embed_state(widget)
 

@@ -26,8 +26,8 @@ def handle_comm_message(content: dict[str, Any], buffers: Sequence[bytes]) -> bo
 def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[str, Any]) -> None:
     """Make the widgets of this rank send by `send`, in any version of ipywidgets.
 
-    A widget's line to its view is a comm. From ipykernel 6.18 on `comm.create_comm` makes it; before that, and for
-    ipywidgets 7 with any ipykernel, it is an `ipykernel.comm.Comm`, and `kernel.comm_manager` must be there.
+    The connection of a widget to its view is a comm. From ipykernel 6.18 on, `comm.create_comm` makes it. Before that,
+    and for ipywidgets 7 with any ipykernel, it is an `ipykernel.comm.Comm`, and `kernel.comm_manager` must exist.
 
     Args:
         rank_shell: The rank's IPython shell.

@@ -39,8 +39,8 @@ def forget_shown_traceback() -> None:
 def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool] | None]) -> None:
     """Replace `%debug` after an exception with this `cause`, if IPython is loaded.
 
-    `debug` gets the cause and returns a function, which `%debug` calls. If it returns none, or its function returns
-    False, `%debug` works as usual.
+    `debug` gets the cause and returns a function, which `%debug` calls. If `debug` returns None, or the function
+    returns False, `%debug` works as usual.
     """
     found: Any = shell()
     if found is None:

@@ -1,1 +1,1 @@
-"""Checks of a training's numbers while it runs: whether they are finite, and alike on all ranks."""
+"""Checks of a training's numbers while it runs: whether they are finite, and equal on all ranks."""

@@ -1,4 +1,5 @@
-"""The comparison of what must be alike on all ranks, by hashes: parameters, buffers, random states; and of the rows."""
+"""The comparison of values that must be equal on all ranks, by hashes: parameters, buffers, random states; and of the
+rows."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class RankCheck:
     """The comparisons of one call.
 
     Args:
-        every: Steps from one to the next; there is one after each of the first two steps, too.
+        every: The number of steps between two comparisons. There is also one after each of the first two steps.
     """
 
     def __init__(self, every: int) -> None:
@@ -52,7 +53,7 @@ class RankCheck:
         self._same: list[str] | None = None  # random states that were alike at the first comparison
 
     def called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Remember what a model was called with; hooked to all modules."""
+        """Remember the arguments of a model's call. A hook of all modules calls this."""
         if self._models.is_inner(module) or not in_training():
             return
         self._models.is_new(module)
@@ -60,11 +61,11 @@ class RankCheck:
             self._inputs = args, kwargs
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Know that a step begins."""
+        """Note that a step begins."""
         self._due.add(optimizer)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Count a step, and compare after some."""
+        """Count a step, and compare the ranks if it is time."""
         if optimizer not in self._due:  # of a base class, which was counted
             return
         self._due.discard(optimizer)
@@ -103,7 +104,7 @@ class RankCheck:
         raise RankMismatch(text, step=step, tensor=tensor, ranks=other)
 
     def _compare_rows(self, step: int, rows: list[int]) -> None:
-        """Fail where ranks were given the same rows twice in a row, and other rows the second time."""
+        """Raise if the ranks had the same rows at two comparisons in a row, and the rows have changed in between."""
         before, self._rows = self._rows, rows
         if not before or not rows[0]:
             return
@@ -119,7 +120,7 @@ class RankCheck:
                 )
 
     def _compare_states(self, step: int, states: dict[str, tuple[int, ...]]) -> None:
-        """Say which random states have become different, once; and that dropout masks are alike."""
+        """Show, once, which random states have become different, and that dropout masks are equal."""
         alike = [name for name, values in states.items() if len(set(values)) == 1]
         first, self._same = self._same is None, alike if self._same is None else self._same
         lost = [name for name in self._same if name not in alike]
@@ -136,7 +137,7 @@ class RankCheck:
             _say("dropout masks are the same on all ranks; seed_ranks=True makes them different")
 
     def _alike(self, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-        """Go through the kinds, names and values of what must be alike."""
+        """Yield the kind, name and value of each object that must be equal on all ranks."""
         models = list(self._models.all)
         names = {id(one): plain(name) for model in models for name, one in model.named_parameters()}
         left_out = {id(one) for model in models for one in _sharded(model)}
@@ -150,7 +151,8 @@ class RankCheck:
 
 
 def _sharded(model: nn.Module) -> Iterator[Tensor]:
-    """Go through parameters and buffers that may differ: sharded ones, and buffers that rank 0 sends at each step."""
+    """Yield the parameters and buffers that may differ: sharded ones, and buffers that rank 0 broadcasts at each
+    step."""
     for one in model.modules():
         kind = type(one)
         if kind.__module__.startswith(_SHARDED) and kind.__name__ not in _WHOLE:
@@ -165,7 +167,7 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _hashes(tensor: Tensor) -> list[int]:
-    """Return two numbers that change where an element does, and where elements change places."""
+    """Return two numbers that change if an element changes, or if elements are exchanged."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return [0, 0]
     flat = tensor.detach().contiguous().flatten()
@@ -176,7 +178,7 @@ def _hashes(tensor: Tensor) -> list[int]:
 
 
 def _hash_of_all(values: Any) -> int:
-    """Return one number for all tensors in the arguments of a model."""
+    """Return one hash of all tensors in the arguments of a model."""
     found = [number for one in tensors_in(list(values)) for number in _hashes(one)]
     return zlib.crc32(repr(found).encode()) + 1 if any(found) else 0
 
@@ -190,7 +192,7 @@ def _random_states() -> dict[str, int]:
 
 
 def _gather(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of all ranks, which have equally many."""
+    """Return the hashes of all ranks, which all have the same number of them."""
     own = torch.tensor(numbers, dtype=torch.int64, device=collective_device())
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -209,7 +211,8 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def rank_check(every: int) -> Iterator[None]:
-    """Compare the ranks inside `with` after steps 1 and 2 and each `every` steps; raises `RankMismatch`."""
+    """Compare the ranks in the `with` block, after steps 1 and 2 and then after every `every` steps. Raises
+    `RankMismatch`."""
     if not dist.is_initialized():
         yield
         return

@@ -20,7 +20,8 @@ _COLLECTIVES = (
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Make collectives raise inside `with`, in place of waiting for ranks that do not search."""
+    """Make collectives raise in the `with` block, so that they do not wait for ranks that do not take part in the
+    search."""
     if "torch._C._distributed_c10d" not in sys.modules and not torch.distributed.is_available():
         yield
         return
@@ -48,6 +49,6 @@ def alone() -> Iterator[None]:
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
-    """Run what is compiled as it is written, where torch can (2.6 or newer)."""
+    """Run compiled code as its uncompiled original, if torch can do so (2.6 or newer)."""
     stance = getattr(torch.compiler, "set_stance", None)
     return contextlib.nullcontext() if stance is None or "torch._dynamo" not in sys.modules else stance("force_eager")

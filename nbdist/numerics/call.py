@@ -11,10 +11,10 @@ from .nan import nan_check
 
 @contextlib.contextmanager
 def checked(checks: Sequence[str]) -> Iterator[None]:
-    """Make these checks inside `with`.
+    """Make these checks in the `with` block.
 
     Args:
-        checks: "nan", and "ranks:N" with the number of steps from one comparison to the next.
+        checks: "nan", and "ranks:N", where N is the number of steps between two comparisons.
     """
     with contextlib.ExitStack() as stack:
         for check in checks:

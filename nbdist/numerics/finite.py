@@ -14,7 +14,7 @@ MOST_ROWS = 8
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all elements are finite. On a GPU that waits for the kernels, once for each device."""
+    """Return whether all elements are finite. For tensors on GPUs, this waits for the kernels, once for each device."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for one in tensors:
         dense = one if type(one) is Tensor and one.layout is torch.strided and not one.requires_grad else _dense(one)
@@ -33,7 +33,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def _dense(one: Tensor) -> Tensor:
-    """Return what a tensor of any layout stores."""
+    """Return the values that a tensor of any layout stores."""
     one = one.detach()
     local = getattr(one, "to_local", None)
     if local is not None:  # of a DTensor
@@ -42,12 +42,12 @@ def _dense(one: Tensor) -> Tensor:
 
 
 def is_float(value: Any) -> bool:
-    """Return whether this is a tensor of floating-point numbers."""
+    """Return whether an object is a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
 def badness(tensor: Tensor) -> int:
-    """Return 0 for a tensor that is finite, 1 for one with an infinity, 2 for one with NaN."""
+    """Return 0 if a tensor is finite, 1 if it has an infinity, 2 if it has NaN."""
     tensor = tensor.detach()
     if bool(tensor.isfinite().all()):
         return 0
@@ -55,9 +55,9 @@ def badness(tensor: Tensor) -> int:
 
 
 def bad_rows(tensor: Tensor, rows: int) -> list[int]:
-    """Return which of a batch's rows are not finite in a tensor that has them in its first dimension.
+    """Return the rows of a batch that are not finite in a tensor whose first dimension is the rows.
 
-    Empty where it has not, or where all rows are alike in that.
+    The result is empty if the first dimension is another one, or if all rows are finite, or none.
     """
     if not rows or not tensor.ndim or tensor.shape[0] != rows:
         return []
@@ -67,7 +67,7 @@ def bad_rows(tensor: Tensor, rows: int) -> list[int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Go through the tensors in nested lists, tuples and mappings, and in objects of dataclasses."""
+    """Yield the tensors in nested lists, tuples, mappings and dataclass objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -82,10 +82,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def batch_rows(values: Iterable[Any]) -> int:
-    """Return how many rows a batch has: the first dimension of its first tensor that has one; 0 without any."""
+    """Return the number of rows of a batch: the first dimension of its first tensor that has one; 0 without such a
+    tensor."""
     return next((one.shape[0] for one in tensors_in(list(values)) if one.ndim), 0)
 
 
 def number(value: float) -> str:
-    """Return a number that is not finite as text."""
+    """Return the text for a number that is not finite."""
     return "nan" if value != value else "inf" if value > 0 else "-inf"

@@ -1,4 +1,5 @@
-"""The operation that made a loss not finite, found in its autograd graph before the backward pass frees that."""
+"""The operation that made a loss not finite, found in the autograd graph of the loss before the backward pass frees
+it."""
 
 from __future__ import annotations
 
@@ -49,16 +50,16 @@ class Node(NamedTuple):
 
     op: str
     parameter: Tensor | None
-    """The parameter that comes next before it; None where there is none."""
+    """The nearest parameter before this node; None if there is none."""
     rows: Sequence[int]
 
 
 def blame(loss: Tensor, rows: int) -> Node | None:
-    """Return the first operation whose result is not finite; None where what the graph has saved does not say so.
+    """Return the first operation whose result is not finite; None if the values saved in the graph do not show one.
 
     Args:
-        loss: With its graph.
-        rows: How many rows the batch has.
+        loss: The loss, with its graph.
+        rows: The number of rows of the batch.
     """
     with torch.no_grad():
         for node in _deepest_first(loss.grad_fn):
@@ -73,7 +74,8 @@ _STEEP = ("Sqrt", "Rsqrt", "Pow", "LinalgVectorNorm", "Norm", "Std", "Var", "Log
 
 
 def steepest(loss: Any, until: int) -> str:
-    """Return the operation between the model's results and a loss that may have made its gradient not finite, if any.
+    """Return the operation, between the model's results and the loss, that may have made the loss's gradient not
+    finite.
 
     Args:
         loss: The node of the loss; its graph may be freed.
@@ -101,7 +103,7 @@ def _name(node: Any) -> str:
 
 
 def _deepest_first(root: Any, until: int = -1) -> list[Any]:
-    """Go through the nodes of a graph, down to a number, so that each comes after its arguments."""
+    """Yield the nodes of a graph down to a number, each after its arguments."""
     order: list[Any] = []
     seen: set[Any] = set()
     stack = [(root, False)]
@@ -119,7 +121,7 @@ def _deepest_first(root: Any, until: int = -1) -> list[Any]:
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """Return the parameter that is the fewest steps before a node."""
+    """Return the parameter with the fewest steps in the graph to a node."""
     seen: set[Any] = set()
     level = [node]
     while level and len(seen) < 1000:

@@ -1,4 +1,4 @@
-"""Hooks of torch and fastai by which the checks of a call learn of calls of models and steps of optimizers."""
+"""Hooks of torch and fastai that report calls of models and steps of optimizers to the checks of a call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Models:
 
     def __init__(self) -> None:
         self.all: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        """In the order of their first calls, which is the same on all ranks."""
+        """The models are in the order of their first calls, which is the same on all ranks."""
         self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def is_new(self, module: nn.Module) -> bool:
-        """Return whether a model has been called for the first time. What it is made of was no model then."""
+        """Return whether a model is called for the first time. Modules inside it no longer count as models."""
         if module in self.all:
             return False
         inner = [one for one in module.modules() if one is not module]
@@ -43,28 +43,28 @@ class Models:
 
 
 class AfterForward:
-    """Calls `action(module, args, kwargs, output)` after forward passes, until the stack closes.
+    """Call `action(module, args, kwargs, output)` after forward passes, until the stack closes.
 
-    At first after the passes of all modules, later of some: with a hook of all modules, torch takes the long way
-    through each call of each of them.
+    The hook begins with all modules and later follows some modules only, because torch calls every module more slowly
+    while a hook of all modules exists.
     """
 
     def __init__(self, stack: contextlib.ExitStack, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
         self._hook = _Hook(action)
         self._handles: list[Any] = []
         self.everywhere = False
-        """True: after the passes of all modules."""
+        """True: the action is called for all modules."""
         self.of_all()
         stack.callback(self._remove)
 
     def of_all(self) -> None:
-        """Look at all modules from now on."""
+        """Hook all modules from now on."""
         self._remove()
         self._handles = [register_module_forward_hook(self._hook, with_kwargs=True)]
         self.everywhere = True
 
     def only_of(self, models: Iterable[nn.Module]) -> None:
-        """Look at these alone from now on."""
+        """Hook only these modules from now on."""
         self._remove()
         self._handles = [one.register_forward_hook(self._hook, with_kwargs=True) for one in models]
         self.everywhere = False
@@ -75,7 +75,7 @@ class AfterForward:
 
 
 class _Hook:
-    """A hook that a copy of its module does without."""
+    """A hook that copies of its module do not have."""
 
     def __init__(self, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
         self._action = action
@@ -96,8 +96,8 @@ def around_steps(
 ) -> None:
     """Call `before(optimizer, args, kwargs)` and `after(optimizer, ...)` around steps, until the stack closes.
 
-    `before` may return other arguments; their first is the optimizer. Where a step calls the step of its base
-    class, both are called for each.
+    `before` may return other arguments, beginning with the optimizer. If a step calls the step of its base
+    class, both functions are called for each of the two.
     """
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
@@ -111,7 +111,8 @@ def around_steps(
 
 
 def _fastai_step(before: Any, after: Any, original: Any) -> Any:
-    """Make `Learner._step` call both for fastai's own optimizers; torch's have hooks."""
+    """Call both functions around `Learner._step` for fastai's own optimizers; torch's optimizers have hooks for
+    this."""
 
     def _step(learner: Any) -> Any:
         optimizer = learner.opt
@@ -127,19 +128,19 @@ def _fastai_step(before: Any, after: Any, original: Any) -> Any:
 
 
 def replace(stack: contextlib.ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(what is there)` in the place of an attribute, until the stack closes."""
+    """Replace an attribute by `make(old value)` until the stack closes."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
     stack.callback(setattr, owner, name, original)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Return the parameters of an optimizer of torch, or of fastai."""
+    """Return the parameters of an optimizer of torch or fastai."""
     if hasattr(optimizer, "param_groups"):
         return [one for group in optimizer.param_groups for one in group["params"]]
     return [one for group in optimizer.param_lists for one in group]
 
 
 def in_training() -> bool:
-    """Return whether what runs is Python code that keeps a graph for a backward pass."""
+    """Return whether plain Python code is running that builds an autograd graph."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -29,7 +29,7 @@ class NanCheck:
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
-        """Set by loops that know it, such as `fit`."""
+        """The number of the step. Set by loops that know it, such as `fit`."""
         self.forwards: AfterForward | None = None
         """Set by `nan_check`: the source of calls of models."""
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
@@ -44,7 +44,7 @@ class NanCheck:
     # ------------------------------------------------------------------------------------------------- what is checked
 
     def called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Remember a call of a model in training; hooked to all modules."""
+        """Remember a call of a model in training. A hook of all modules calls this."""
         if self._models.is_inner(module) or not in_training():
             return
         if self._models.is_new(module):
@@ -63,7 +63,7 @@ class NanCheck:
         self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
 
     def before_backward(self, tensors: Any, gradients: Any) -> None:
-        """Check a loss: on a CPU now, else together with the gradients, as the host would have to wait."""
+        """Check a loss: on a CPU at once; on a GPU together with the gradients, because the host would have to wait."""
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if gradients is not None or self._scaled:
             return
@@ -77,11 +77,11 @@ class NanCheck:
                 raise self._search().loss_error(loss, self._step())
 
     def scaled(self) -> None:
-        """A gradient scaler is in use: it leaves steps out that overflow."""
+        """Note that a gradient scaler is in use, which skips steps whose gradients overflow."""
         self._scaled = True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check the gradients; where a step has a closure, after each call of it."""
+        """Check the gradients. If a step has a closure, check them after each call of the closure."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
         if optimizer in self._open:  # called by the `step` of a subclass
             return None
@@ -103,7 +103,7 @@ class NanCheck:
         return (args[0], checked, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Know that a step is over."""
+        """Note that a step is over."""
         self._open.discard(optimizer)
 
     def _check(self, optimizer: Any) -> None:
@@ -123,7 +123,7 @@ class NanCheck:
             self._calls.clear()
 
     def _look_at_models(self, steps: int) -> None:
-        """Look at the models alone once they are known; at all modules again where none of them was called."""
+        """Hook only the models once they are known. If none of them was called in a step, hook all modules again."""
         assert self.forwards is not None
         if self.forwards.everywhere and self._calls and steps > _STEPS_TO_KNOW:
             self.forwards.only_of(self._models.all)
@@ -131,7 +131,7 @@ class NanCheck:
             self.forwards.of_all()
 
     def at_the_end(self) -> None:
-        """Check the parameters that the last steps have left."""
+        """Check the parameters after the last steps."""
         for optimizer, steps in list(self._steps.items()):
             found = self._search().bad_parameter(parameters_of(optimizer), steps) if steps else None
             if found is not None:
@@ -141,7 +141,7 @@ class NanCheck:
         return Search(self._calls, self._models.all, self.batch)
 
     def _step(self, optimizer: Any = None) -> int:
-        """Return the number of the step that is being made."""
+        """Return the number of the current step."""
         if self.batch is not None:
             return self.batch.step
         optimizer = optimizer or self._in_closure
@@ -151,7 +151,7 @@ class NanCheck:
 
 
 def _without_graph(value: Any) -> Any:
-    """Return a result of operations as a tensor that keeps none of them, nor their memory."""
+    """Return a result as a tensor that keeps neither its graph nor the memory of other tensors."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     return value
@@ -161,13 +161,14 @@ _active: list[NanCheck] = []
 
 
 def active() -> NanCheck | None:
-    """Return the check of the call that runs; None where none was asked for."""
+    """Return the check of the current call; None if no check was asked for."""
     return _active[-1] if _active else None
 
 
 @contextlib.contextmanager
 def nan_check() -> Iterator[NanCheck]:
-    """Check each loss and gradient inside `with`; raises `NotFinite`. Where that is done already, this adds nothing."""
+    """Check each loss and gradient in the `with` block. Raises `NotFinite`. If a check already runs, it goes on
+    alone."""
     if _active:
         yield _active[-1]
         return

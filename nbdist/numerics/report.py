@@ -1,4 +1,4 @@
-"""The words for numbers that are not finite: which, where, for which rows, and what helps."""
+"""The texts of errors about numbers that are not finite: the number, its place, the rows, and what helps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rank() -> int:
 
 
 def name_of(tensor: Tensor, models: Iterable[nn.Module]) -> tuple[str, str]:
-    """Return the name of a parameter or buffer and the path of its module; empty where no module has it."""
+    """Return the name of a parameter or buffer and the path of its module; empty texts if no module has it."""
     for model in (*models, *(one for one in gc.get_objects() if issubclass(type(one), nn.Module))):
         for name, one in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
             if one is tensor:
@@ -51,7 +51,7 @@ def name_of(tensor: Tensor, models: Iterable[nn.Module]) -> tuple[str, str]:
 
 
 def path_of(module: nn.Module | None, models: Iterable[nn.Module]) -> str:
-    """Return the path of a module in its model; the name of its class where it is a model itself."""
+    """Return the path of a module in its model; for a model itself, the name of its class."""
     if module is None:
         return ""
     for model in models:
@@ -78,7 +78,7 @@ def plain(name: str) -> str:
 
 
 def row_values(values: Sequence[Any], row: int, rows: int) -> dict[str, Any]:
-    """Return what a batch has in a row, by the names of its columns, or by the places of arguments."""
+    """Return the values in a row of a batch, by the names of the columns or the positions of the arguments."""
     found: dict[str, Any] = {}
     for place, value in enumerate(values, 1):
         named = value if isinstance(value, Mapping) else {f"argument {place}": value}
@@ -124,15 +124,15 @@ def error(
 
     Args:
         kind: "loss", "gradient" or "parameter".
-        step: Of the optimizer, from 1; of a parameter, the step whose update made it so.
+        step: The step of the optimizer, from 1. For a parameter: the step whose update made it so.
         value: The number as text.
-        op, backward, module, place, rows: As `Culprit` has them, the module by its path.
-        parameter: Its name.
+        op, backward, module, place, rows: The fields of `Culprit`, with the module as its path.
+        parameter: The name of the parameter.
         batch: The batch, or the arguments of the model.
-        size: How many rows the batch has.
-        dtype: Of the result.
-        cause: In words, where no operation is known.
-        after: True: the operation is not in the module, but computes the loss from its result.
+        size: The number of rows of the batch.
+        dtype: The type of the operation's result.
+        cause: The cause as text, if no operation is known.
+        after: Whether the operation is not in the module, but computes the loss from the module's result.
     """
     own = rank()
     if kind == "parameter":

@@ -1,4 +1,5 @@
-"""The search for what made a loss, a gradient or a parameter NaN or infinite; it runs only once that is so."""
+"""The search for the cause of a loss, gradient or parameter that is NaN or infinite. It runs only after one was
+found."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ PATIENCE = 20.0
 
 
 class ModelCall(NamedTuple):
-    """The forward pass of a model, and what it takes to run it again."""
+    """The forward pass of a model, with everything that is needed to run it again."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: tuple[str, bool, torch.dtype]
     gradients: dict[int, Tensor]
-    """Gradients of its results, by number, once a backward pass has made them."""
+    """The gradients of its results, by number, after a backward pass."""
     results: int
-    """Number of results that require a gradient."""
+    """The number of results that require a gradient."""
     last: int
-    """The number of the last operation in its graph, which is not kept itself: it has all activations."""
+    """The number of the last operation in its graph. The graph itself is not kept, because it holds all activations."""
 
     def again(self) -> Any:
         """Run the forward pass."""
@@ -42,27 +43,27 @@ class ModelCall(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The batch that a loop trains on."""
+    """The batch of a training loop."""
 
     step: int
     loss: Callable[[], Tensor]
-    """Computes its loss, again."""
+    """A function that computes the loss of the batch again."""
     columns: Any
     """A mapping from name to column, or tensors."""
     rows: int
 
     def values(self) -> Sequence[Any]:
-        """Return the columns as arguments of a model are given."""
+        """Return the columns in the form of a model's arguments."""
         return self.columns if isinstance(self.columns, (list, tuple)) else [self.columns]
 
 
 class Search:
-    """The search after a fault.
+    """The search after a check has failed.
 
     Args:
-        calls: Calls of models since the last step.
+        calls: The calls of models since the last step.
         models: All models of the call.
-        batch: What the loop trains on, where that is known.
+        batch: The batch of the training loop, if it is known.
     """
 
     def __init__(self, calls: Sequence[ModelCall], models: Iterable[nn.Module], batch: Batch | None) -> None:
@@ -101,7 +102,8 @@ class Search:
         return error("loss", step, value, op=node.op, module=module, after=True, **about)
 
     def gradient_error(self, parameters: Sequence[Tensor], step: int, node: Any) -> NotFinite:
-        """Return the error for gradients that are not all finite; `node` is the last loss's, in its graph."""
+        """Return the error for gradients if some are not finite. `node` is the node of the last loss in its
+        graph."""
         found = self.bad_parameter(parameters, step - 1)
         if found is not None:
             return found
@@ -129,7 +131,7 @@ class Search:
         return error("gradient", step, value, module=own, cause=cause, backward=bool(op), **about)
 
     def _runs(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Any, Sequence[Tensor], Any, Sequence[Any], int]]:
-        """Yield the runs that can be made again with their backward pass, the last first."""
+        """Yield the runs that can be repeated with their backward pass, the last one first."""
         if self._batch is not None:
             yield self._batch.loss, parameters, (), self._batch.values(), self._batch.rows
             return
@@ -177,7 +179,7 @@ def _named(call: ModelCall) -> list[Any]:
 
 
 def _column(batch: Sequence[Any]) -> str:
-    """Return which column of a batch is not finite, in words; empty for a batch without names."""
+    """Describe the column of a batch that is not finite; empty for a batch without names."""
     named = [(name, one) for value in batch if isinstance(value, Mapping) for name, one in value.items()]
     bad = [name for name, one in named if is_float(one) and not all_finite([one])]
     return f" in column `{bad[0]}`" if bad else ""

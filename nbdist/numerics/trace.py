@@ -39,19 +39,19 @@ class Culprit(NamedTuple):
 
     op: str
     backward: bool
-    """True: its backward pass did; False: its result is not finite."""
+    """True if the backward pass of the operation made it so; False if the result is not finite."""
     module: nn.Module | None
-    """The innermost module in which it was called."""
+    """The innermost module in which the operation was called."""
     place: str
-    """The line of the user's code that called it; empty where it is unknown."""
+    """The line of the user's code that called the operation; empty if it is unknown."""
     rows: Sequence[int]
-    """The rows of the batch; empty where they are unknown, or where it is all of them."""
+    """The rows of the batch; empty if they are unknown, or if all rows are concerned."""
     dtype: torch.dtype | None = None
     """The type of the result."""
 
 
 class Source(NamedTuple):
-    """A tensor that was not finite before any operation: of the batch, or a parameter."""
+    """A tensor that was not finite before any operation: a column of the batch, or a parameter."""
 
     tensor: Tensor
     rows: Sequence[int]
@@ -62,12 +62,12 @@ class _Op(NamedTuple):
     module: nn.Module | None
     place: str
     inputs: Sequence[tuple[Tensor, int, int]]
-    """Each tensor, its badness, and which operation has made it; -1 for none."""
+    """For each tensor, how it is not finite, and the number of the operation that made it; -1: no operation."""
     outputs: Sequence[tuple[Tensor, int]]
 
 
 class Trace(TorchFunctionMode):
-    """Notes the operations that run inside `with`. The search alone pays for it."""
+    """The recorder of the operations that run in the `with` block. It is used only in a search, because it is slow."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Trace(TorchFunctionMode):
                 tensor.register_hook(note)
 
     def note_gradient(self, key: int, grad: Tensor) -> None:
-        """Keep in mind whether the gradient of a tensor, given by its identity, is finite."""
+        """Note whether the gradient of a tensor, which is given by its id, is finite."""
         if is_float(grad) and (bad := badness(grad)):
             self._grads[key] = bad
             self._bad_grads[key] = grad
 
     @contextlib.contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Know inside `with` which module runs."""
+        """Note the running module in the `with` block."""
         before = modules.register_module_forward_pre_hook(lambda module, args: self._modules.append(module))
         after = modules.register_module_forward_hook(lambda module, args, out: self._leave(module), always_call=True)
         try:
@@ -130,7 +130,7 @@ class Trace(TorchFunctionMode):
             pass
 
     def forward_culprit(self, outputs: Iterable[Tensor]) -> Culprit | Source | None:
-        """Return what made one of these results not finite; None where all are finite."""
+        """Return the cause why one of these results is not finite; None if all are finite."""
         for one in outputs:
             if is_float(one) and badness(one):
                 return self._origin(one)
@@ -156,7 +156,7 @@ class Trace(TorchFunctionMode):
             number = made_by
 
     def _is_constant(self, number: int) -> bool:
-        """Return whether infinities of this operation were written on purpose."""
+        """Return whether an operation has written infinities on purpose, like a mask."""
         while True:
             op = self._ops[number]
             if op.name in _CONSTANTS:
@@ -167,9 +167,10 @@ class Trace(TorchFunctionMode):
             number = earlier[0]
 
     def backward_culprit(self) -> Culprit | None:
-        """Return the operation whose backward pass made a gradient not finite; None where none has.
+        """Return the operation whose backward pass made a gradient not finite; None if there is none.
 
-        That is the last in the forward pass whose results have finite gradients, and an argument of it has not.
+        It is the last operation of the forward pass whose results have finite gradients while one of its arguments has
+        not.
         """
         for op in reversed(self._ops):
             if any(self._grads.get(id(one), 0) for one, _ in op.outputs):
@@ -184,16 +185,17 @@ class Trace(TorchFunctionMode):
 def run_again(
     run: Callable[[], Any], rows: int, parameters: Sequence[Tensor] = (), gradients: Sequence[Tensor | None] = ()
 ) -> Culprit | Source | None:
-    """Run a forward pass again, with its backward pass where `parameters` are given; return the first bad operation.
+    """Run a forward pass again, and its backward pass if `parameters` are given. Return the first operation that gives
+    a number that is not finite.
 
     Args:
-        run: The forward pass. It must make no collectives: they raise here, and then nothing is found.
-        rows: How many rows the batch has.
-        parameters: Their gradients are computed, and not kept.
-        gradients: Gradients of those results of `run` that require one, in their order. None: the result is a loss.
+        run: The forward pass. It must call no collectives: they raise here, and then no operation is found.
+        rows: The number of rows of the batch.
+        parameters: The parameters whose gradients are computed. The gradients are not kept.
+        gradients: The gradients of the results of `run` that require one, in their order. None: the result is a loss.
 
     Returns:
-        What was found; None for nothing.
+        The operation, or None.
     """
     trace = Trace(rows)
     with contextlib.suppress(Exception), warnings.catch_warnings(), alone(), eager():
@@ -218,7 +220,7 @@ def run_again(
 
 
 def _place() -> str:
-    """Return the innermost line that is in no library."""
+    """Return the innermost line outside libraries."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -229,6 +231,6 @@ def _place() -> str:
 
 
 def place_of(file: str, line: int) -> str:
-    """Return a line of code as errors name it."""
+    """Return a line of code in the form that errors use."""
     number = cell_numbers().get(file)
     return f"{os.path.basename(file)}:{line}" if number is None else f"Cell In[{number}], line {line}"

@@ -28,9 +28,9 @@ class Caller:
 
     def __init__(self) -> None:
         self.sent: set[tuple[str, str]] = set()
-        """Globals that the notebook has: they need not go back with a value."""
+        """The globals that the notebook already has, so that a value is sent back without them."""
         self.originals: list[Any] = []
-        """The notebook's functions and classes, by the numbers that they have there."""
+        """The notebook's functions and classes, by their numbers in the notebook."""
         self._finder, self._reloader, self._settings = SourceFinder(), Reloader(), Settings()
 
     def install(self) -> None:
@@ -90,7 +90,7 @@ class Caller:
 
 
 def checked(checks: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Check the numbers of what runs inside `with`, if that is asked for."""
+    """Make the checks of a call in the `with` block, if the call asks for any."""
     if not checks:
         return contextlib.nullcontext()
     from ..numerics.call import checked  # imports torch

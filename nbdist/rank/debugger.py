@@ -75,7 +75,7 @@ class _RankPdb(pdb.Pdb):
     def do_interact(self, arg: str) -> None:
         """interact
 
-        A Python prompt with the variables of the frame. `exit()` or the end of the input leads back.
+        Open a Python prompt with the variables of the frame. `exit()` or the end of the input leads back.
         """
         assert self.curframe is not None
         names = {**self.curframe.f_globals, **self.curframe.f_locals, "exit": sys.exit, "quit": sys.exit}

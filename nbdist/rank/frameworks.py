@@ -33,10 +33,10 @@ def _count_ranks(module: types.ModuleType) -> None:
 
 
 def _leave_to_owners(module: types.ModuleType) -> None:
-    """Make a block of shared memory that is opened by its name outlive this rank.
+    """Make a shared-memory block that this rank opens by its name outlive the rank.
 
-    Each rank has a resource tracker of Python's, which removes what is opened there as well as what is made there
-    (bpo-38119): the notebook would lose its block.
+    Each rank has one of Python's resource trackers, which also removes blocks that were only opened there (bpo-38119):
+    the notebook would lose its block.
     """
     cls: Any = module.SharedMemory
     tracker: Any = importlib.import_module(f"{module.__package__}.resource_tracker")

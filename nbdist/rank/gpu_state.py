@@ -20,8 +20,8 @@ _allocated = 0  # bytes after the last collection
 def finish(groups: Iterable[Any]) -> None:
     """Wait until the GPU has finished the work of the call, if torch uses a GPU.
 
-    Raises the exceptions of its last kernels, and `DistBackendError` if a collective in one of the process `groups` was
-    aborted. Otherwise the next call would raise the first, and no call the second.
+    Raises the exceptions of the last kernels, and `DistBackendError` if a collective in one of the process `groups` was
+    aborted. Without this, the former would be raised by the next call, and the latter by none.
     """
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():

@@ -39,7 +39,7 @@ class Interrupts:
         """True if an interrupt may come now."""
         self._interrupted = False
         self.block = 0
-        """The number of that in which an interrupt may come."""
+        """The number of the block in which an interrupt may come."""
         self._turning = threading.Lock()  # from one block to the next
         self._waits: float | None = None  # since when one does
         self._notified = 0.0
@@ -106,7 +106,7 @@ class Interrupts:
             self.possible = self._interrupted = False
 
     def refuse(self) -> None:
-        """Allow no interrupt any more, for the rest of the block."""
+        """Allow no interrupt from now on until the end of the block."""
         self.possible = self._interrupted = False
 
 

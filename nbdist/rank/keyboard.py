@@ -24,7 +24,7 @@ class Keyboard:
         self._channel, self._pid = channel, os.getpid()
         self.stdin = _StandardInput(self)
         self.refusal = ""
-        """Why the kernel would not answer; empty where it does."""
+        """The reason why the kernel would refuse to answer; empty if it answers."""
 
     def install(self) -> None:
         """Install this object for `input()`, `getpass()` and `sys.stdin`."""
@@ -46,7 +46,7 @@ class Keyboard:
         self._channel.send(protocol.Prompt(prompt, shown, debugger, hidden))
         answer, _, _ = self._channel.receive(interruptible=True)
         if not isinstance(answer, protocol.Line):  # the kernel says goodbye
-            raise EOFError(f"{type(answer).__name__} in the place of a line")
+            raise EOFError(f"{type(answer).__name__} instead of a line")
         if answer.refusal:
             raise _refused(answer.refusal)
         if answer.line is None:

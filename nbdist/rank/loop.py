@@ -45,7 +45,7 @@ class Rank:
         self._mapper = Mapper(self._caller)
         self._recorder: CollectiveRecorder | None = None
         self._descriptors: list[int] = []
-        """Descriptors that a process of a context is given, in addition to its own."""
+        """Descriptors that a process of a context gets in addition to its own."""
         self._keep_frames = False
         self._frames: types.TracebackType | None = None
         """Frames of the call that has raised, for the debugger."""

@@ -1,4 +1,4 @@
-"""Membership for a while in a process group that is not the session's: of the kernel, or of ranks that help it."""
+"""Temporary membership in a process group other than the session's: of the kernel, or of ranks that help it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .own_groups import OwnGroups
 
 @contextlib.contextmanager
 def member(world: World, open_store: Callable[[], Any]) -> Iterator[None]:
-    """Enter a process group with a rank's environment and threads; leave it, and restore these, afterwards."""
+    """Join a process group with a rank's environment and threads. Afterwards, leave it and restore these."""
     import torch
     import torch.distributed as dist
 
@@ -50,26 +50,27 @@ def member(world: World, open_store: Callable[[], Any]) -> Iterator[None]:
 
 
 def cpu_world(rank: int, size: int, threads: int, address: RendezvousAddress, timeout: float) -> World:
-    """Return the place of a CPU rank among `size` on this machine; a collective of it waits for `timeout` seconds."""
+    """Return the description of a CPU rank among `size` ranks on this machine, whose collectives wait for at most
+    `timeout` seconds."""
     slot = Slot(0, rank, size, LOOPBACK_INTERFACE, threads, ())
     return World(rank, size, "cpu", "gloo", slot, address, threads, options={"timeout": timeout})
 
 
 class Way(NamedTuple):
-    """The step of a replay, and how its ranks begin."""
+    """The step of a replay, and the seeds of its ranks."""
 
     target: Target
     seeds: Sequence[Sequence[int] | None]
-    """Each rank's, of the call that was recorded."""
+    """The seeds of each rank in the recorded call."""
 
 
 class Beside(NamedTuple):
     """The process group in which the kernel takes the place of one rank."""
 
     rank: int
-    """Its number: this rank does nothing."""
+    """The number of the rank that the kernel replaces: this rank itself does nothing."""
     file: str
-    """The file at which the group meets."""
+    """The path of the file at which the group meets."""
     threads: int
     address: RendezvousAddress
     timeout: float
@@ -78,7 +79,8 @@ class Beside(NamedTuple):
 def run_to(
     way: Way, rank: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Reached | None:
-    """Call a function with a training in it up to a step of a recording; None if it ended before that step."""
+    """Run a function with a training in it up to a step of a recording. Return None if the function ended before this
+    step."""
     seeds = way.seeds[rank]
     if seeds is not None:
         worlds.seed_everything(seeds)
@@ -93,13 +95,13 @@ def run_to(
 
 
 def run_to_in_rank(way: Way, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
-    """Do `run_to` in a rank; return whether the step was reached."""
+    """Call `run_to` in a rank; return whether the step was reached."""
     _ignore_breakpoints()
     return run_to(way, int(os.environ["RANK"]), fn, args, kwargs) is not None
 
 
 def run_beside(beside: Beside, way: Way, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Do `run_to` in a rank, in a process group with the kernel in the place of one of the ranks."""
+    """Call `run_to` in a rank, in a process group in which the kernel replaces one of the ranks."""
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -113,7 +115,7 @@ def run_beside(beside: Beside, way: Way, fn: Callable[..., Any], /, *args: Any, 
 
 
 def _ignore_breakpoints() -> None:
-    """Leave breakpoints to the kernel, in a rank that serves for nothing else."""
+    """Leave breakpoints to the kernel, in a rank that exists only to help it."""
 
     def ignore(*args: Any, **kwargs: Any) -> None:
         pass

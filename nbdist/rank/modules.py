@@ -31,8 +31,8 @@ class SourceFinder(importlib.abc.MetaPathFinder):
         self.places: dict[str, Place] = {}
 
     def update(self, places: Mapping[str, Place], sources: Mapping[str, tuple[str, int]]) -> None:
-        """Adopt the `places` of a call. Earlier places stay, unless the notebook has the module from another place now,
-        as `sources` show."""
+        """Adopt the `places` of a call. Earlier places stay, unless `sources` show that the notebook now has the module
+        from another place."""
         for name, (file, _) in sources.items():
             if name in self.places and self.places[name][0] != file:
                 del self.places[name]
@@ -59,7 +59,7 @@ class _Imported(NamedTuple):
     moment: int
     version: tuple[int, ...] = ()
     checksum: int | None = None
-    """None: not known, for the file was changed at that time or later."""
+    """The source is None if it is not known, because the file was changed at that time or later."""
 
 
 class Reloader(importlib.abc.MetaPathFinder):
@@ -170,7 +170,7 @@ def import_beside(names: Sequence[str]) -> None:
 
 
 def _notify(text: str) -> None:
-    """Write to standard error. No warning: the notebook's filters may make that an error, and the call has returned."""
+    """Write a text to standard error. A warning could become an error by the notebook's filters, after the call."""
     with contextlib.suppress(Exception):
         sys.stderr.write(text)
 

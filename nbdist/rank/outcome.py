@@ -60,10 +60,10 @@ class Outcomes:
 
         Args:
             value: The value that the function returned.
-            grouped: Whether it left the process group up.
+            grouped: Whether the process group is still up after the function.
             wanted: Whether the kernel wants the value.
             instead: Replacements of parts of the value, by their ids.
-            waited: Seconds that it waited for other ranks; less than one is not reported.
+            waited: The seconds for which the rank waited for others. Less than one second is not reported.
         """
         parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
         return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel
@@ -163,7 +163,7 @@ class Outcomes:
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()
         if not isinstance(answer, protocol.Copied):  # the kernel says goodbye
-            raise EOFError(f"{type(answer).__name__} in the place of an answer")
+            raise EOFError(f"{type(answer).__name__} instead of an answer")
         return answer.copied
 
 

@@ -29,11 +29,11 @@ class OwnGroups:
         self._world: World | None = None
         self._store: Any = None
         self._made: Counter[int] = Counter()
-        """The number of groups that were made, by the port that they were to meet at."""
+        """The number of groups that were made so far, by the port that the code gave for meeting."""
         self._replaced: tuple[Any, Any, Any] | None = None
-        """Functions that torch calls by itself to open a store, to end a group, and to make a `TCPStore`."""
+        """The functions that torch itself calls to open a store, to end a group, and to make a `TCPStore`."""
         self._shares = False
-        """True if the group that was made last meets at the session's store."""
+        """True if the last group that was made meets at the session's store."""
         self._last: Any = None
 
     def install(self) -> None:
@@ -90,7 +90,7 @@ class OwnGroups:
 def _listening_at_name(make: Any) -> Any:
     """Return a `TCPStore.__init__` whose store listens only at the address of its name; `make` is torch's initializer.
 
-    A store of torch's listens on all interfaces, also if the name is localhost.
+    torch's stores listen on all interfaces, even if the name is localhost.
     """
 
     @functools.wraps(make)

@@ -24,7 +24,7 @@ def preempted() -> bool:
     Ray when it drains a node: managers of clusters make it do so before they take a machine, and `ray start --block`
     does so at SIGTERM.
 
-    Takes a collective on a cluster, and no time on one machine, where the answer is always False.
+    Takes a collective on a cluster. On one machine it takes no time, since the answer is always False.
 
     Examples:
         >>> from nbdist import in_ddp, preempted

@@ -46,7 +46,7 @@ class _Process:
 
     def _fetch(self, number: int) -> None:
         if os.getpid() != self._pid:
-            raise NbdistError("a function of a pool can be called in the pool's workers alone, not in their children")
+            raise NbdistError("a function of a pool can be called only in the pool's workers, not in their children")
         self._channel.send(protocol.FunctionWanted(number))
         answer, parcel, _ = self._channel.receive()
         if not isinstance(answer, protocol.Function) or answer.header is None or parcel is None:
@@ -117,7 +117,8 @@ def run(
 def _prepare_for_forks(library: str) -> None:
     """Make queues and locks that were received in a pickle work in processes that this process forks.
 
-    The library does so when they are made, and assumes that objects from a pickle are sent by pickle again.
+    The library does so only when a lock or queue is made, and assumes that objects from a pickle are sent by pickle
+    again.
     """
     queues, synchronize, util = (importlib.import_module(f"{library}.{part}") for part in _FORKABLE)
     forked: list[tuple[Any, Callable[[Any], None]]] = [
@@ -134,7 +135,7 @@ def _prepare_for_forks(library: str) -> None:
 
 
 def work(worker: Callable[..., None], *args: Any) -> None:
-    """Run the library's `worker` in a worker of a pool, until a request to end or an interrupt."""
+    """Run the library's `worker` in a worker of a pool, until it is asked to end or is interrupted."""
     _this.enable_interrupts()
     try:
         worker(*args)

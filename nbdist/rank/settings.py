@@ -45,8 +45,8 @@ def note_inherited() -> None:
 
 
 class Settings:
-    """Setter of the settings that the notebook has changed since the last call; settings that calls change themselves
-    stay."""
+    """Setter for the settings that the notebook has changed since the last call. Settings that calls have changed in
+    the rank stay."""
 
     def __init__(self) -> None:
         self._pickled = dict(_inherited_pickles)
@@ -83,7 +83,7 @@ class Settings:
                     self._last[name] = value
             except Exception as exc:
                 why = exc.__cause__ if isinstance(exc, Unreadable) else exc
-                warnings.warn(f"the notebook's settings of {name} do not hold in this rank: {why!r}", stacklevel=1)
+                warnings.warn(f"the notebook's settings of {name} are not set in this rank: {why!r}", stacklevel=1)
 
     def _environ(self, value: Mapping[str, str]) -> None:
         before = self._last.get("environment")

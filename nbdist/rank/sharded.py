@@ -1,8 +1,8 @@
 """Values with tensors that are sharded over the ranks, such as parameters under FSDP: the notebook gets whole tensors.
 
-FSDP2 (`fully_shard`) replaces each parameter by a sharded tensor. FSDP1
-(`FullyShardedDataParallel`) flattens the parameters of a module into one, and an optimizer's state with it: a copy of
-the model without FSDP1 comes back, and an optimizer of its parameters.
+FSDP2 (`fully_shard`) replaces each parameter by a sharded tensor. FSDP1 (`FullyShardedDataParallel`) flattens the
+parameters of a module into one, and an optimizer's state in the same way. So the notebook gets a copy of the model
+without FSDP1, and an optimizer of its parameters.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _whole_optimizer(optimizer: Any, model: Any, wrapper: Any, copied: Any) -> A
 
 
 def _all_ranks_have(count: int) -> bool:
-    """Return whether all ranks have come here with the same number of tensors."""
+    """Return whether all ranks have reached this point with the same number of tensors."""
     global _gathered
     dist = sys.modules["torch.distributed"]
     if not dist.is_initialized():

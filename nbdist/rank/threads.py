@@ -26,7 +26,8 @@ _pools: list[Any] = []
 def find_pools() -> None:
     """Find the pools of all loaded libraries.
 
-    This runs in the server, because it takes some milliseconds. Libraries that a rank loads itself read the variables.
+    This runs in the server, because it takes some milliseconds. Libraries that a rank loads later read their number of
+    threads from the environment.
     """
     from threadpoolctl import ThreadpoolController
 

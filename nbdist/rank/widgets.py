@@ -1,7 +1,7 @@
 """Changes of a rank's widgets in the page during a call: a thread applies them, in order.
 
-The main thread runs the function then, as a kernel's main thread runs a cell; a kernel's subshell also handles such
-messages in a thread.
+Meanwhile the main thread runs the function, as a kernel's main thread runs a cell. A kernel's subshell handles such
+messages in a thread, too.
 """
 
 from __future__ import annotations

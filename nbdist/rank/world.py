@@ -62,7 +62,8 @@ def take_share(count: int) -> None:
 
 
 def environ(world: World) -> dict[str, str]:
-    """Return the variables that torchrun would set for this rank, and those that keep its sockets on its network."""
+    """Return the variables that torchrun would set for this rank, and the variables that restrict its sockets to its
+    network."""
     slot = world.slot
     variables = {
         "RANK": str(world.rank),
@@ -223,8 +224,8 @@ class Membership:
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
         self.kept: Any = None
-        """The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
-        scripts do at their end: that waits with the GIL for gloo's threads, and these for the GIL to end their work."""
+        """The store and the group. The group must not be sent with a model under DDP after the function has destroyed
+        it, as scripts do at their end: destroying it waits with the GIL for gloo's threads, which wait for the GIL."""
         # The stores of all groups. Last of all, a `FileStore` writes into its file and reads it. That file is the
         # next group's (see `join`) if somebody kept the group until then: it would misread it, and might never end.
         self._file_stores: list[Any] = []
@@ -289,7 +290,7 @@ class Membership:
 
 
 def seed_everything(seeds: Sequence[int]) -> None:
-    """Seed `random`, and NumPy and torch if they are loaded, each with its own number."""
+    """Seed `random`, and NumPy and torch if they are loaded, each with its own seed."""
     for_random, for_numpy, for_torch = seeds
     random.seed(for_random)
     if "numpy" in sys.modules:

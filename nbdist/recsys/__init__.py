@@ -16,7 +16,8 @@ if _TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> _Any:
-    """Import `benchmark` and `fit_recommender` when they are asked for: steps and loaders do without what they need."""
+    """Import `benchmark` and `fit_recommender` at their first use, because steps and loaders do not need their
+    dependencies."""
     if name in ("benchmark", "fit_recommender"):
         from . import recommenders
 

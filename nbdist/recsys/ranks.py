@@ -24,7 +24,7 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this function."""
     if _in_group():
         dist.barrier()
 
@@ -39,7 +39,7 @@ def all_gather(value: T, group: Any = None) -> list[T]:
 
 
 def on_rank_0(fn: Callable[[], T]) -> T:
-    """Call `fn` on rank 0 alone, and return its value on all ranks; its exception is raised on all ranks."""
+    """Call `fn` on rank 0 alone, and return its value on all ranks. Its exception is raised on all ranks."""
     if not _in_group():
         return fn()
     box: list[Any] = [None, None]
@@ -55,7 +55,7 @@ def on_rank_0(fn: Callable[[], T]) -> T:
 
 
 def agree(what: str, **values: Any) -> None:
-    """Raise `ValueError` on all ranks unless all have the same values."""
+    """Raise `ValueError` on all ranks unless all ranks have the same values."""
     everyone = all_gather(values)
     for number, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

@@ -1,6 +1,6 @@
 """Checks that TorchRec, FBGEMM and torch belong to one release: a wrong combination fails late with an unclear error.
 
-`python -m nbdist.recsys.versions` prints the requirements of the two for the installed torch, in pip's format.
+`python -m nbdist.recsys.versions` prints the requirements of the two packages for the installed torch, in pip's format.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 _DISTRIBUTIONS = ("fbgemm-gpu", "fbgemm-gpu-cpu")
-"""Both hold the module `fbgemm_gpu`: built for CUDA, and for CPUs alone."""
+"""The distributions of the module `fbgemm_gpu`: built for CUDA, and for CPUs alone."""
 
 
 def check_torchrec() -> None:
-    """Make sure that `import torchrec` can work.
+    """Check that `import torchrec` can work.
 
     Raises:
         ImportError: torchrec or fbgemm is missing, of another release than torch, or cannot be loaded. The message
@@ -63,11 +63,11 @@ def check_torchrec() -> None:
 def check_gpu(device: torch.device) -> None:
     """Check that FBGEMM works on a rank's device, with a first operation. TorchRec must be installed.
 
-    Its wheels have code for only some GPUs: as of FBGEMM 1.6 for compute capability 8.x, 9.0 and 10.0, and so not for a
+    Its wheels have code only for some GPUs: as of FBGEMM 1.6 for compute capability 8.x, 9.0 and 10.0, and so not for a
     T4, a V100, or an RTX 20 or 50.
 
     Raises:
-        ImportError: FBGEMM is the build for CPUs.
+        ImportError: FBGEMM is built for CPUs alone.
         RuntimeError: FBGEMM has no code for this GPU.
     """
     import torch
@@ -86,8 +86,8 @@ def check_gpu(device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         raise RuntimeError(
             f"FBGEMM, by which TorchRec looks up rows, does not work on this GPU, {torch.cuda.get_device_name(device)} "
-            f"of compute capability {major}.{minor}: {str(error).splitlines()[0]}. Its wheels have code for some GPUs "
-            "alone, in release 1.6 for 8.x, 9.0 and 10.0. Use replicate(model, optimizer), which needs no FBGEMM"
+            f"of compute capability {major}.{minor}: {str(error).splitlines()[0]}. Its wheels have code only for some "
+            "GPUs, in release 1.6 for 8.x, 9.0 and 10.0. Use replicate(model, optimizer), which needs no FBGEMM"
         ) from error
 
 
@@ -95,7 +95,7 @@ def check_gpu(device: torch.device) -> None:
 def _without_warnings_of_fbgemm() -> Iterator[None]:
     """Suppress FBGEMM's warnings at import, and the handler that it adds to the root logger.
 
-    FBGEMM 1.6 is missing from its own list of releases, and warns of that for each of its libraries. Its release was
+    FBGEMM 1.6 is missing in its own list of releases, and warns of that for each of its libraries. Its release was
     checked before.
     """
     root = logging.getLogger()
@@ -117,7 +117,7 @@ def pair_for_this_torch() -> tuple[str, str]:
     """Return the requirements of TorchRec and FBGEMM, the latter for CUDA if there is a GPU.
 
     Raises:
-        ImportError: There are none for this torch.
+        ImportError: No release fits this torch.
     """
     import torch
 
@@ -130,7 +130,7 @@ def matching(torch_version: str) -> dict[str, str]:
     """Return the versions of torchrec, fbgemm-gpu and fbgemm-gpu-cpu for a torch, from releases.csv.
 
     Raises:
-        ImportError: There are none.
+        ImportError: No release fits this torch.
     """
     release = tuple(int(part) for part in torch_version.split(".")[:2])
     table = releases()
@@ -148,7 +148,8 @@ def matching(torch_version: str) -> dict[str, str]:
 def releases() -> dict[tuple[int, ...], dict[str, str]]:
     """Return the releases that belong together, by the release of torch.
 
-    Source: "FBGEMM Releases Compatibility" in its documentation, https://docs.pytorch.org/FBGEMM; and what PyPI has.
+    Source: "FBGEMM Releases Compatibility" in its documentation, https://docs.pytorch.org/FBGEMM; and the releases on
+    PyPI.
     """
     with (Path(__file__).parent / "releases.csv").open(newline="") as file:
         return {tuple(int(part) for part in row.pop("torch").split(".")): row for row in csv.DictReader(file)}

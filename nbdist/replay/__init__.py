@@ -1,1 +1,1 @@
-"""The recording of trainings, and single steps of them that run again."""
+"""Recordings of trainings, and single recorded steps that are run again."""

@@ -1,4 +1,4 @@
-"""The log of a rank's steps in a folder: snapshots now and then, and a mark of each step's result.
+"""The log of a rank's steps in a folder: a snapshot after some steps, and a mark of each step's result.
 
 The folder holds `rank-R.json`, which says how the ranks were started; `rank-R.marks`, four bytes for each step; and
 `step-N/rank-R.pt`, the state after N steps.
@@ -23,23 +23,24 @@ from ..devices import rank_device
 from . import target as targets
 from .target import Reached, Target
 
-#: Steps from one snapshot to the next at first. Twice as many each time that there are more than `MOST`.
+#: The number of steps between two snapshots at the beginning, which doubles whenever there are more than `MOST`
+#: snapshots.
 EVERY, MOST = 25, 20
 _MARK = 4  # bytes
-#: Parameters, and elements of each, that a mark is made of.
+#: The number of parameters that a mark is computed from, and the number of elements of each.
 _PARAMETERS, _ELEMENTS = 8, 16
 
 
 class StepLog:
-    """The log of one training on this rank. All ranks must make it.
+    """The log of one training on this rank. All ranks must make one.
 
     Args:
-        folder: A folder that all ranks reach, of this recording alone.
-        resumed: Whether the recording may be there already.
+        folder: A folder that all ranks can reach, for this recording alone.
+        resumed: True if the folder may already hold the recording, which is then continued.
 
     Raises:
-        RuntimeError: Outside a process group.
-        ValueError: There is a recording in the folder, or this rank has a GPU.
+        RuntimeError: The process is in no process group.
+        ValueError: The folder already holds a recording, or this rank has a GPU.
     """
 
     def __init__(self, folder: str | os.PathLike[str], resumed: bool = False) -> None:
@@ -55,7 +56,7 @@ class StepLog:
         self.folder, self.rank = Path(os.path.abspath(folder)), dist.get_rank()
         self.target: Target | None = targets.target_in(folder)
         self.off = targets.is_replay() and self.target is None
-        """True while a step of another recording is run again."""
+        """True while a step of another recording is run again: nothing is written then."""
         self._every, self._taken, self._marks = EVERY, [-1], -1
         self._chosen: list[nn.Parameter] | None = None
         if not targets.is_replay():
@@ -75,22 +76,25 @@ class StepLog:
         if resumed or not (self.folder / "rank-0.json").exists():
             return ""
         return (
-            f"`record` must be a folder without a recording, got {str(self.folder)!r}: remove that folder, or name "
-            "another one"
+            f"the folder of a recording must not hold one already, got {str(self.folder)!r}: remove that folder, or "
+            "name another one"
         )
 
     def due(self, step: int) -> bool:
-        """Return whether the state after `step` steps is to be kept."""
+        """Return whether the state after `step` steps must be kept."""
         if self.off or self.target is not None:
             return self.target is not None and bool(self.target.end) and step == self.target.step - 1
         return self._taken[-1] != step and (self._taken == [-1] or step % self._every == 0)
 
     def place(self) -> Path:
-        """Return the folder to which a snapshot is written now."""
+        """Return the folder for the next snapshot."""
         return self.folder if self.target is None else Path(self.target.end)
 
     def kept(self, step: int) -> None:
-        """Know that the state after `step` steps is kept; end a run up to that step; remove some snapshots of many."""
+        """Note that the snapshot after `step` steps is written, and remove older snapshots where there are too many.
+
+        While a step is run again, raise `Reached` instead: the other ranks go no further.
+        """
         if self.target is not None:
             raise Reached()
         self._taken = [*(one for one in self._taken if one >= 0), step]
@@ -103,7 +107,7 @@ class StepLog:
                     shutil.rmtree(self.folder / f"step-{one}", ignore_errors=True)
 
     def write(self, step: int, state: Callable[[], Any]) -> None:
-        """Keep what `state` returns, if it is due after `step` steps."""
+        """Write a snapshot of what `state` returns, if one is due after `step` steps."""
         if not self.due(step):
             return
         final = self.place() / f"step-{step}" / f"rank-{self.rank}.pt"
@@ -114,18 +118,21 @@ class StepLog:
         self.kept(step)
 
     def read(self) -> Any:
-        """Return the state to start from."""
+        """Read the snapshot from which the run to the target step starts."""
         assert self.target is not None
         (folder,) = Path(self.target.start).iterdir()
         return torch.load(folder / f"rank-{self.rank}.pt", weights_only=False)  # of the user's own ranks
 
     def begin(self, step: int) -> None:
-        """Know that a step begins in which the loop may end."""
+        """Note that a step begins. If it is the target step, the loop may end in it."""
         if self.target is not None and step == self.target.step:
             targets.begun = True
 
     def done(self, step: int, modules: Iterable[nn.Module], loss: float = 0.0) -> None:
-        """Note the result of a step, with its loss where that is known; end the run of a single step."""
+        """Write the mark of a step's result, with the step's loss if it is known.
+
+        While a step is run again, raise `Reached` after the target step instead.
+        """
         if self.off or (self.target is not None and step < self.target.step):
             return
         mark = self._mark(modules, loss)
@@ -135,7 +142,8 @@ class StepLog:
         os.pwrite(self._marks, mark, _MARK * (step - 1))
 
     def _mark(self, modules: Iterable[nn.Module], loss: float) -> bytes:
-        """Return a check sum of a loss, and of some elements of parameters, and of gradients that are still there."""
+        """Return a checksum of the loss, and of some elements of the parameters and of their gradients, if they have
+        any."""
         if self._chosen is None:
             plain = [one for module in modules for one in module.parameters() if one.requires_grad and _readable(one)]
             self._chosen = plain[:: max(1, len(plain) // _PARAMETERS)]
@@ -164,7 +172,7 @@ def marks_of(folder: Path, rank: int) -> bytes:
 
 
 def steps_of(folder: Path, rank: int) -> int:
-    """Return how many steps are recorded."""
+    """Return the number of recorded steps."""
     return len(marks_of(folder, rank)) // _MARK
 
 
@@ -175,6 +183,6 @@ def about(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def snapshots_of(folder: Path, ranks: Sequence[int]) -> list[int]:
-    """Return after which steps all of these ranks have kept their states, in order."""
+    """Return the numbers of steps after which all of these ranks wrote a snapshot, in ascending order."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
     return sorted(int(path.name[5:]) for path in found if all((path / f"rank-{one}.pt").exists() for one in ranks))

@@ -1,4 +1,4 @@
-"""`Recording`, by which a loop written by hand keeps what its steps depend on."""
+"""`Recording`, which records a training loop that is written by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..checks import shown
+from ..checks import check_path, shown
 from ..errors import entry_class
 from .log import StepLog
 from .random_states import random_state, set_random_state
@@ -21,20 +21,20 @@ T = TypeVar("T")
 class Recording:
     """The recording of a training loop on CPU ranks, so that `replay_step` can run any of its steps again.
 
-    A step is what the loop does with a batch of `steps`. Kept are the states of `objects`, gradients that are there,
-    and the random states, each 25 steps at first, and more rarely in a longer training: 20 snapshots at most, each of
-    the size of the model and the optimizer on each rank. A mark of each step's result takes some microseconds and four
-    bytes.
+    A step is one pass through the body of the loop over `steps(loader)`. A snapshot holds the states of `objects`, the
+    gradients, and the states of the random generators. The first snapshots are 25 steps apart; in a longer training,
+    the distance grows, so that there are at most 20. On each rank, a snapshot takes as many bytes as the model and the
+    optimizer. Each step also costs some microseconds and four bytes, for a mark of its result.
 
     Args:
-        folder: A folder that all ranks reach, without a recording. It is made if it is not there.
-        *objects: All that a step changes and reads: the model, the optimizer, a scheduler, a scaler. Each has
+        folder: A folder that all ranks can reach, and that holds no recording. It is made if it does not exist.
+        *objects: All objects that a step reads and changes: the model, the optimizer, a scheduler, a scaler. Each has
             `state_dict()` and `load_state_dict(...)`.
 
     Raises:
-        TypeError: One of the objects has no such methods.
-        ValueError: There is a recording in the folder, or the rank has a GPU.
-        RuntimeError: Outside a process group.
+        TypeError: One of the objects lacks these methods, or none is a model.
+        ValueError: The folder already holds a recording, or the rank has a GPU.
+        RuntimeError: The process is in no process group.
 
     Examples:
         >>> import torch
@@ -56,6 +56,7 @@ class Recording:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *objects: Any) -> None:
+        check_path(folder, name="folder", usage="Recording(folder, model, optimizer)")
         for one in objects:
             if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
                 raise TypeError(
@@ -70,9 +71,12 @@ class Recording:
         self._start = None if self._log.target is None else self._log.read()
 
     def steps(self, loader: Iterable[T]) -> Iterator[T]:
-        """Go once through the batches of a loader; each is a step.
+        """Yield the batches of a loader, and record a step for each.
 
-        Call it once an epoch. While a step is run again, epochs before it have no batches.
+        Call it once in each epoch. While a step is run again, it yields nothing for the epochs before that step.
+
+        Args:
+            loader: The batches of an epoch, such as a `DataLoader`.
         """
         log, start, number = self._log, self._start, 0
         self._pass += 1
@@ -101,7 +105,7 @@ class Recording:
             log.done(self._step, self._modules)
 
     def _state(self, number: int, begun: Any) -> dict[str, Any]:
-        """Return all that the next step depends on, after `number` batches of the loader."""
+        """Return everything that the next step depends on, after `number` batches of the loader."""
         return {
             **{"step": self._step, "pass": self._pass, "number": number, "begun": begun, "random": random_state()},
             "objects": [one.state_dict() for one in self._objects],

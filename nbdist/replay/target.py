@@ -9,23 +9,24 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """A step of a recording, and where the way to it begins and ends."""
+    """A step of a recording that is to be run again, and the folders that the run reads from and writes to."""
 
     folder: str
-    """The recording: an absolute path."""
+    """The absolute path of the recording."""
     step: int
     """The number of the step, from 1."""
     start: str
-    """A folder with the snapshot to start from, the only one in it."""
+    """A folder that holds one snapshot, from which the run starts."""
     end: str
-    """The folder for a snapshot of the state before the step, which is not run then; empty: the step is run."""
+    """The folder for a snapshot of the state before the step. If it is given, the run ends there, before the step.
+    Empty: the step is run."""
 
 
 class Reached(BaseException):
-    """The end of what is to be run again, raised in the user's function.
+    """The end of a run to a step, raised in the user's function.
 
     Args:
-        same: Whether the step had the result that was recorded; None: none was recorded, or the step was not run.
+        same: True if the step's result equals the recorded one. None: no result was recorded, or the step was not run.
     """
 
     def __init__(self, same: bool | None = None) -> None:
@@ -34,25 +35,25 @@ class Reached(BaseException):
 
 
 seeds: Sequence[int] | None = None
-"""The numbers with which this rank was seeded for the call that runs; None: with none."""
+"""The seeds of this rank for the current call. None: the rank was not seeded."""
 _target: Target | None = None
 begun = False
-"""True if the step that is run again has begun: a loop may end in it."""
+"""True if the step that is run again has begun. From then on, the loop may end."""
 
 
 def is_replay() -> bool:
-    """Return whether this process runs a step again: then nothing is recorded."""
+    """Return whether this process runs a recorded step again, and so records nothing."""
     return _target is not None
 
 
 def target_in(folder: str | os.PathLike[str]) -> Target | None:
-    """Return the step of this recording that is to be run again; None if none is."""
+    """Return the step of the recording in `folder` that is to be run again, or None."""
     return _target if _target is not None and os.path.abspath(folder) == _target.folder else None
 
 
 @contextlib.contextmanager
 def aiming_at(target: Target) -> Iterator[None]:
-    """Make trainings inside `with` go from a snapshot to a step of its recording."""
+    """Make a recorded training inside the `with` block run from a snapshot to the target step."""
     global _target, begun
     before, _target, begun = _target, target, False
     try:

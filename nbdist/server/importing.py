@@ -32,7 +32,7 @@ class Crash(NamedTuple):
 def watched(look: Callable[[], None]) -> Iterator[None]:
     """Call `look` each second during an import, and let the kernel interrupt the import.
 
-    Both work between two bytecodes of Python, and in system calls, but not in compiled code that never returns.
+    Both are possible between two bytecodes of Python, and in system calls, but not in compiled code that never returns.
     """
 
     def break_off(signum: int, frame: object) -> None:
@@ -50,12 +50,13 @@ def watched(look: Callable[[], None]) -> Iterator[None]:
 
 
 def ignore_break_off() -> None:
-    """Ignore a request to interrupt an import that came when the import was over."""
+    """Ignore a request to interrupt an import that arrived after the import."""
     signal.signal(BREAK_OFF, lambda signum, frame: None)
 
 
 def find_crash(modules: Sequence[str], path: Sequence[str]) -> Crash | None:
-    """Import modules in a fork of this process, and return the first that ends the fork or that was broken off."""
+    """Import modules in a fork of this process, and return the first module that ends the fork or whose import was
+    interrupted."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -73,7 +74,7 @@ def find_crash(modules: Sequence[str], path: Sequence[str]) -> Crash | None:
 
 
 def _try(modules: Sequence[str], path: Sequence[str], progress: int) -> None:
-    """Write, in the fork, each module's name before its import, and an empty line at the end."""
+    """Write each module's name before its import, and an empty line at the end. This runs in the fork."""
     try:
         prctl(PDEATHSIG, signal.SIGKILL)
         silent = os.open(os.devnull, os.O_WRONLY)

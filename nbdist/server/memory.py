@@ -6,7 +6,7 @@ import gc
 import sys
 
 HUGE = 2 << 20
-"""Bytes of a huge page."""
+"""The size of a huge page, in bytes."""
 
 
 def huge_pages() -> list[int]:

@@ -32,7 +32,7 @@ class Preloaded:
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.refused: list[str] = []
-        """Modules, with their sub-modules, that cannot be imported, or must not be before a fork."""
+        """Modules, with their submodules, that cannot be imported, or must not be imported before a fork."""
 
     def load(self, modules: list[str], path: list[str]) -> bool:
         """Import modules, found by `path`, and return whether this process can still be forked afterwards."""
@@ -51,13 +51,13 @@ class Preloaded:
                 self.refused.append(name)
                 continue
             except BrokenOff:  # half of it may be there: a fresh process goes on
-                print(f"nbdist: {name} takes long to import: ranks import it themselves", file=sys.stderr)
+                print(f"nbdist: {name} takes long to import, so each rank imports it", file=sys.stderr)
                 self.refused.append(name)
                 return False
             if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name
-                log(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
+                log(f"nbdist: {refused} {why} when imported, so each rank imports it\n")
                 self.refused.append(refused)
                 return False
             self.loaded.append(name)
@@ -67,7 +67,7 @@ class Preloaded:
 
 
 def log(text: str) -> None:
-    """Write to the kernel's standard error, if that can be: it may be a file on a full disk."""
+    """Write to the kernel's standard error, if that is possible: it may be a file on a full disk."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,8 +1,8 @@
 """The server's loop: it forks ranks, reaps them, and reports how they end.
 
-It has one thread, never uses CUDA and never runs user code, so forking it is safe, whatever the notebook has done. It
-also cleans up after ranks: it reaps them, ends the processes that they leave, and when the kernel has ended, even by
-SIGKILL, ends them and itself.
+The server has one thread, never uses CUDA and never runs user code, so forking it is safe, whatever the notebook has
+done. It also cleans up after ranks: it reaps them, and ends the processes that they leave. When the kernel has ended,
+even by SIGKILL, it ends the ranks and itself.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ IDLE = 1800.0
 
 
 class Launch:
-    """A group of ranks: the pipe on which their starts and ends are reported, and the number still to start or end."""
+    """A group of ranks: the pipe on which their starts and ends are reported, and the numbers of ranks that have not
+    started or not ended yet."""
 
     def __init__(self, report: int, left: int) -> None:
         self.report, self.left = report, left
 
 
 class Server:
-    """The server's state: its children, and the modules that they find imported."""
+    """The server's state: its children, and the modules that are imported for them."""
 
     def __init__(self, control: socket.socket, kind: str, kernel: int, scratch: str) -> None:
         """
         Args:
             control: The server's end of its connection to the kernel.
             kind: The program for which ranks work: "notebook" or "script".
-            kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
-            scratch: A folder to make when there are ranks: each has one in it, by its pid, for its processes' sockets.
+            kernel: A descriptor that is readable when the kernel's process has ended; -1: none.
+            scratch: The path of a folder that is made when there are ranks. Each rank has a folder in it, named by its
+                pid, for the sockets of its processes.
         """
         self._control, self._kind, self._kernel = Channel(control), kind, kernel
         self._parent = os.getppid()
@@ -142,8 +144,8 @@ class Server:
         return True
 
     def _retire(self) -> bool:
-        """Stop taking requests, and return whether none has arrived in the last moment. The kernel starts another
-        server when it needs one."""
+        """Stop taking requests; return whether none has arrived in the last moment. The kernel starts another server
+        when it needs one."""
         self._control.sock.shutdown(socket.SHUT_RD)
         try:
             return not self._control.sock.recv(1, socket.MSG_PEEK)
@@ -159,14 +161,14 @@ class Server:
         self._folders = list(dict.fromkeys([*self._folders, folder])) if folder is not None else []
 
     def remove_folders(self) -> None:
-        """Remove the ranks' temporary files; and the notebook's, once it has ended."""
+        """Remove the ranks' temporary files, and the notebook's once it has ended."""
         self._remove_scratch()
         if self._folders and (readable(self._kernel, 5.0) if self._kernel >= 0 else os.getppid() != self._parent):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _make_scratch(self) -> str:
-        """Make the folder for the ranks' folders. An empty string if that fails; ranks start anyway."""
+        """Make the folder for the ranks' folders. Return an empty string if that fails; ranks start anyway."""
         if not self._scratch_made:
             with contextlib.suppress(OSError):  # a full disk; or somebody else's has this name
                 os.mkdir(self._scratch, 0o700)
@@ -174,7 +176,7 @@ class Server:
         return self._scratch if self._scratch_made else ""
 
     def _remove_scratch(self, rank: str = "") -> None:
-        """Remove the folder of a rank that has ended; after the last rank, the folder of all."""
+        """Remove the folder of a rank that has ended. After the last rank, remove the folder of all ranks."""
         if self._scratch_made:
             self._scratch_made = bool(self._ranks and rank)
             folder = os.path.join(self._scratch, rank) if self._scratch_made else self._scratch
@@ -199,7 +201,7 @@ class Server:
         """Refuse the modules whose import would end this process, and with it the ranks of other sessions."""
         new = [name for name in modules if name not in sys.modules and name not in self._preloaded.refused]
         while new and (crash := find_crash(new, path)):
-            print(f"nbdist: {crash.module} {crash.why} when imported: ranks import it themselves", file=sys.stderr)
+            print(f"nbdist: {crash.module} {crash.why} when imported, so each rank imports it", file=sys.stderr)
             self._preloaded.refused.append(crash.module)
             new.remove(crash.module)
 
@@ -233,11 +235,12 @@ class Server:
         self.preload(modules, path)
 
     def _launch(self, number: int, size: int, report: int) -> None:
-        """Begin a launch: store where the ends of its ranks are reported."""
+        """Begin a launch, with the descriptor on which the ends of its ranks are reported."""
         self._launches[number] = Launch(report, size)
 
     def _abandon(self, number: int, missing: int) -> None:
-        """Kill the ranks of a launch; its `missing` other ranks will not be requested any more."""
+        """Kill the ranks of a launch. Its `missing` ranks, which were not requested yet, will not be requested any
+        more."""
         for pid, (_, own) in self._ranks.items():
             if own == number:
                 os.kill(pid, signal.SIGKILL)

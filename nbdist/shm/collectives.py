@@ -1,7 +1,7 @@
 """Collectives of CPU ranks on one machine in shared memory.
 
 gloo uses loopback TCP and several threads for each rank: one number takes a millisecond on two busy cores, and half a
-megabyte takes as long as the backward pass of a small model. Here a rank writes its part into shared memory and its
+megabyte takes as long as the backward pass of a small model. Here, a rank writes its part into shared memory and its
 size into each other rank's pipe, and waits for the sizes of the others: some hundredths of a millisecond.
 """
 
@@ -42,14 +42,14 @@ waited = 0.0
 
 
 class _File(NamedTuple):
-    """An open file, described for other processes of the machine: its number here, and its identity."""
+    """An open file, described for other processes of the machine: its descriptor in this process, and its identity."""
 
     fd: int
     identity: tuple[int, int]
 
 
 class _Offer(NamedTuple):
-    """Descriptors that a rank offers to the others: the writing ends of its pipes, and rank 0's memory."""
+    """The descriptors that a rank offers to the others: the writing ends of its pipes, and rank 0's memory."""
 
     machine: str
     pid: int
@@ -60,8 +60,8 @@ class _Offer(NamedTuple):
 class SharedCollectives:
     """Collectives of the default process group, whose ranks are all on this machine.
 
-    As with torch's own, all ranks call the same methods in the same order. After a failure, and after the end of the
-    process group, each raises `RuntimeError`.
+    As with torch's own collectives, all ranks must call the same methods in the same order. After a failure, and after
+    the end of the process group, each method raises `RuntimeError`.
     """
 
     def __init__(self, parts: torch.Tensor, inboxes: list[int], outboxes: list[list[int]]) -> None:
@@ -90,11 +90,11 @@ class SharedCollectives:
 
     @property
     def turns(self) -> int:
-        """Return how many exchanges there were, the same number on all ranks; negative after a failure."""
+        """Return the number of exchanges, which is the same on all ranks; negative after a failure."""
         return self._count
 
     def mean_(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Replace contiguous float tensors by their mean over all ranks, with the same bits on each rank. Returns the
+        """Replace contiguous float tensors by their mean over all ranks, with the same bits on each rank. Return the
         first tensor."""
         with annotated("nbdist:mean"):
             for turn in _turns([tensor.view(-1) for tensor in tensors]):
@@ -104,7 +104,7 @@ class SharedCollectives:
         return tensors[0]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the `tensor` of each rank; all have one shape."""
+        """Return the `tensor` of each rank. All must have the same shape."""
         flat = tensor.reshape(-1)
         gathered = flat.new_empty(self.size, len(flat))
         width = _PIECE // tensor.element_size()
@@ -124,11 +124,12 @@ class SharedCollectives:
         return tensor
 
     def all_to_all(self, outputs: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Send each rank its part of `inputs`, and receive the parts of all ranks in `outputs`. Sizes may differ.
+        """Send each rank its part of `inputs`, and receive the parts of all ranks in `outputs`. The parts may differ in
+        size.
 
         Args:
-            outputs: The place for the bytes from each rank, shape (bytes,). None: in a new array.
-            inputs: The bytes for each rank, shape (some,).
+            outputs: The memory for the bytes from each rank, shape (bytes,). None: a new array.
+            inputs: The bytes for each rank, shape (bytes,).
 
         Returns:
             The bytes from each rank.
@@ -165,7 +166,7 @@ class SharedCollectives:
         return [one for one in received.values() if one is not None]
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this method."""
         with annotated("nbdist:barrier"), self._turn(0) as (_, meet):
             meet()
 
@@ -184,7 +185,7 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Begin an exchange: yield its half of the memory, and the function to call between writing and reading.
+        """Begin an exchange: yield its half of the memory, and a function to call between writing and reading.
 
         Args:
             size: The bytes of each rank's part, equal on all ranks, or `_UNEQUAL`.
@@ -228,7 +229,7 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """Map `size` zero bytes that all ranks share; `size` must be equal on all ranks.
+        """Map `size` zero bytes that all ranks share. `size` must be equal on all ranks.
 
         Raises `MemoryError` if they do not fit.
         """
@@ -247,7 +248,7 @@ class SharedCollectives:
                 self.barrier()  # no rank closes what another has yet to open
 
     def abort(self) -> None:
-        """Abort, from any thread, a collective that waits here: it fails, and so do all later ones."""
+        """Abort, from any thread, a collective that waits here. It fails, and so do all later ones."""
         self._count = -1
         with self._closing:
             for inbox in self._inboxes if self._close.alive else ():
@@ -258,7 +259,7 @@ class SharedCollectives:
                     os.close(fd)
 
     def close(self) -> None:
-        """Close the descriptors. No collective may wait here."""
+        """Close the descriptors. No collective may be waiting."""
         self._count = -1
         with self._closing:
             self._close()
@@ -312,7 +313,7 @@ def add_up(parts: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield views of these flat tensors: each time the part that is exchanged at once."""
+    """Yield views of these flat tensors, each with a part that is exchanged at once."""
     turn: list[torch.Tensor] = []
     room = _PIECE
     for tensor in tensors:

@@ -1,4 +1,5 @@
-"""Arrays of any length from each CPU rank to all ranks: written once into shared memory, and read there."""
+"""The exchange of arrays of any length from each CPU rank to all ranks: written once into shared memory, and read
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .collectives import SharedCollectives, as_bytes, padded
 
 
 class SharedGather:
-    """Exchange of arrays between CPU ranks of one machine. All ranks must make it and call it in the same order.
+    """An exchange of arrays between CPU ranks of one machine. All ranks must make one, and call it in the same order.
 
     Args:
         collectives: The collectives of these ranks.
@@ -29,7 +30,7 @@ class SharedGather:
         """Return the arrays of each rank, by rank. They are valid until this rank's next collective.
 
         Args:
-            arrays: Arrays; ranks differ only in the first dimension of each, shape (any, ...).
+            arrays: The arrays. Between ranks, each may differ only in the first dimension.
         """
         me, mine = self._collectives.rank, [len(one) for one in arrays]
         while True:
@@ -47,7 +48,7 @@ class SharedGather:
             self._make_room(2 * most)
 
     def _make_room(self, room: int) -> None:
-        """Make room for a number of bytes of each rank."""
+        """Allocate memory for a number of bytes of each rank."""
         shape = (2, self._collectives.size, room)
         self._room, self._memory = room, self._collectives.memory(2 * self._collectives.size * room)
         self._lengths = np.ndarray(shape, np.uint8, self._memory)[..., : 8 * self._count].view(np.int64)
@@ -57,7 +58,7 @@ class SharedGather:
         return self._head + sum(map(_size, like, lengths))
 
     def _views(self, half: int, rank: int, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the place of a rank's arrays."""
+        """Return the memory of a rank's arrays."""
         start = (half * self._collectives.size + rank) * self._room + self._head
         views: list[Any] = []
         for one, length in zip(like, self._lengths[half, rank].tolist(), strict=True):
@@ -69,12 +70,12 @@ class SharedGather:
 def rows_as_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Return the bytes of each row of a tensor, shape (rows, bytes), as a view if the tensor is contiguous.
 
-    It uses NumPy, which needs a fraction of torch's time for few rows but has no bfloat16.
+    This uses NumPy, which needs a fraction of torch's time for few rows but has no bfloat16.
     """
     width = tensor.element_size() * math.prod(tensor.shape[1:])
     return as_bytes(tensor.contiguous()).reshape(len(tensor), width)
 
 
 def _size(like: np.ndarray, length: int) -> int:
-    """Return the bytes of this number of rows, rounded up to the start of the next array."""
+    """Return the number of bytes of this number of rows, rounded up to the start of the next array."""
     return padded(like.itemsize * math.prod(like.shape[1:]) * length)

@@ -1,4 +1,5 @@
-"""A process group of CPU ranks on one machine, for libraries that take one: its collectives use shared memory.
+"""A process group of CPU ranks on one machine whose collectives use shared memory, for libraries that take a process
+group.
 
 It has the operations that TorchRec and DistributedDataParallel use. Other operations raise, as with any backend that
 lacks them.
@@ -31,7 +32,7 @@ _REDUCE: dict[Any, Callable[..., object]] = {
 class SharedGroup(dist.ProcessGroup):
     """A process group of all ranks of the default process group; made by `shared_group`.
 
-    Each collective is complete when its call returns: ranks wait for each other, and not for a transport.
+    Each collective is complete when its call returns: ranks wait for each other, and not for a network.
     """
 
     def __init__(self, rank: int, size: int, collectives: SharedCollectives) -> None:
@@ -57,7 +58,7 @@ class SharedGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """Do `torch.distributed.all_reduce`."""
+        """Run `torch.distributed.all_reduce`."""
         for tensor in tensors:
             flat = tensor.contiguous()
             self.collectives.reduce_(flat, _reduction(opts))
@@ -66,7 +67,7 @@ class SharedGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Do `torch.distributed.broadcast`."""
+        """Run `torch.distributed.broadcast`."""
         for tensor in tensors:
             root = self.rank() == opts.rootRank
             nothing = tensor.new_empty(0)
@@ -75,18 +76,18 @@ class SharedGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        """Do `torch.distributed.all_gather`; the ranks' tensors may differ in shape."""
+        """Run `torch.distributed.all_gather`. The ranks' tensors may differ in shape."""
         for gathered, one in zip(outputs, inputs, strict=True):
             self._exchange(gathered, [one] * self.size())
         return _done(outputs)
 
     def all_gather_single(self, output: torch.Tensor, one: torch.Tensor, opts: Any = None) -> Any:
-        """Do `torch.distributed.all_gather_into_tensor`."""
+        """Run `torch.distributed.all_gather_into_tensor`."""
         self._exchange(output.view(self.size(), -1).unbind(), [one] * self.size())
         return _done(output)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        """Do `torch.distributed.reduce_scatter`; the results of the ranks may differ in shape."""
+        """Run `torch.distributed.reduce_scatter`. The results of the ranks may differ in shape."""
         for output, parts in zip(outputs, inputs, strict=True):
             received = output.new_empty(self.size(), *output.shape)
             self._exchange(received.unbind(), parts)
@@ -94,7 +95,7 @@ class SharedGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, parts: torch.Tensor, opts: Any = None) -> Any:
-        """Do `torch.distributed.reduce_scatter_tensor`."""
+        """Run `torch.distributed.reduce_scatter_tensor`."""
         return self.reduce_scatter([output], [list(parts.view(self.size(), *output.shape))], opts)
 
     def all_to_all_single(
@@ -105,7 +106,7 @@ class SharedGroup(dist.ProcessGroup):
         input_sizes: list[int] | None,
         opts: Any = None,
     ) -> Any:
-        """Do `torch.distributed.all_to_all_single`."""
+        """Run `torch.distributed.all_to_all_single`."""
         each = [
             tensor.split(sizes or [len(tensor) // self.size()] * self.size())
             for tensor, sizes in ((output, output_sizes), (one, input_sizes))
@@ -114,12 +115,12 @@ class SharedGroup(dist.ProcessGroup):
         return _done(output)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        """Do `torch.distributed.all_to_all`."""
+        """Run `torch.distributed.all_to_all`."""
         self._exchange(outputs, inputs)
         return _done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Do `torch.distributed.barrier`."""
+        """Run `torch.distributed.barrier`."""
         return self.allreduce([torch.zeros(1, device="cpu")])
 
     # As torch called them before 2.12 or so.
@@ -165,7 +166,7 @@ def shared_group() -> SharedGroup | None:
 
 
 _opened: list[SharedCollectives] = []
-"""Collectives of the groups that are made: of all ranks, by one order of collectives."""
+"""The collectives of all groups that are made: all of these have the same ranks and one order of collectives."""
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
@@ -183,7 +184,7 @@ def _reduction(opts: Any) -> Callable[..., object]:
 
 
 def _done(result: Any) -> Any:
-    """Return the work of a collective that has its `result` already."""
+    """Return the work object of a collective that is complete, with its `result`."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder that calls each of `actions`, by module name, with its module: now, or after the import.
+    """A finder that calls each of `actions`, given by module name, with its module: at once, or after the import.
 
     It sees later imports while it is in `sys.meta_path`, where it must be the first finder.
     """
@@ -25,7 +25,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find one of the modules with the other finders, and add the action to its import. None for any other
+        """Find one of the modules with the other finders, and add the action to its import. Return None for any other
         module."""
         action = self._awaited.pop(name, None)
         if action is None:

@@ -1,4 +1,4 @@
-"""The TCP connections between ranks: found from outside, and shut by a rank that leaves."""
+"""The TCP connections between ranks: found from outside, and shut down by a rank that leaves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Connection(NamedTuple):
 def connections(pids: Sequence[int | None]) -> list[list[Connection]]:
     """Return the TCP connections of each process. A process that does not exist has none.
 
-    On Linux all are found in one pass over the system's table, whose length is the number of all connections: with a
-    connection between each two ranks, it is the square of the number of ranks.
+    On Linux, all are found in one pass over the system's table, which has all connections of the machine: if each two
+    ranks are connected, their number is the square of the number of ranks.
     """
     if sys.platform != "linux":
         return [[] if pid is None else _connections(pid) for pid in pids]
@@ -53,7 +53,7 @@ def between(connections: Sequence[Sequence[Connection]]) -> list[list[Address]]:
 
 
 def cut_off(peers: Collection[Address]) -> None:
-    """Shut this process's connections to the `peers`.
+    """Shut down this process's connections to the `peers`.
 
     A collective waits until its peer's connection ends. torch closes gloo's connections only when nothing refers to the
     process group any more, and a `DistributedDataParallel` refers to it.

@@ -1,4 +1,4 @@
-"""Work on big memory: the layout of buffers in it, and several threads that divide the work."""
+"""Work on big memory: the layout of buffers, and its division among several threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_memory(size: int) -> memoryview:
 
 
 def pieces(size: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Start and size of each piece of at most `largest` bytes."""
+    """Yield the start and the size of each piece, which has at most `largest` bytes."""
     for start in range(0, size, largest):
         yield start, min(largest, size - start)
 

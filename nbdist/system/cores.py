@@ -37,7 +37,8 @@ def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) ->
 
     If there are enough cores, each core belongs to one rank, the shares differ by at most one core, and the ranks fill
     one node after the other, so that few shares are on two nodes. With fewer cores than ranks, ranks take turns on
-    them. Memory follows: Linux allocates it on the node of the core that first uses it.
+    them. The memory of a rank is then on its node, too: Linux allocates memory on the node of the core that first uses
+    it.
     """
     node_of = {core: number for number, node in enumerate(nodes) for core in node}
     ordered = sorted(cores, key=lambda core: (node_of.get(core, 0), core))
@@ -48,11 +49,11 @@ def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) ->
 
 
 def near(own: Sequence[Sequence[int]], wanted: Sequence[Collection[int]]) -> list[Sequence[int]]:
-    """Reorder the shares, so that ranks get shares with the cores that they want, as long as there are any.
+    """Exchange the shares so that ranks get shares with the cores that they want, while there are any.
 
     Args:
         own: The share of each rank.
-        wanted: The cores that are near each rank's GPU; none where that is not known.
+        wanted: The cores near each rank's GPU; empty if they are not known.
     """
     left = list(own)
     chosen: dict[int, Sequence[int]] = {}

@@ -17,7 +17,7 @@ _ends: list[weakref.finalize[Any, Any]] = []
 
 
 def before_servers(end: weakref.finalize[Any, Any]) -> None:
-    """Call `end` before a server is stopped at the end of the program, unless it has been called."""
+    """Call `end` before a server is stopped at the end of the program, unless it was called earlier."""
     _ends[:] = [*(one for one in _ends if one.alive), end]
 
 
@@ -35,7 +35,8 @@ def last(stop: Callable[[], None]) -> Callable[[], None]:
 
 
 def _end_what_servers_run() -> None:
-    """End sessions and processes, the newest first. As in Python, processes that are not daemons are waited for."""
+    """End sessions and processes, the newest first. As at the end of Python, processes that are not daemons are waited
+    for."""
     for name in ("multiprocessing.util", "multiprocess.util"):
         if name in sys.modules:
             sys.modules[name]._exit_function()  # does nothing when it is called again

@@ -38,7 +38,7 @@ def check_fits(size: int, what: str) -> None:
     """Raise `MemoryError` with both sizes if `size` further bytes of memory are not free.
 
     Args:
-        size: Bytes that are about to be written.
+        size: The number of bytes that will be written.
         what: The name of the data for the message.
     """
     if size >= _SPARE:
@@ -97,11 +97,12 @@ def address_space() -> Limit | None:
 
 
 def lack_of_address_space(words: str, pid: int | None = None) -> str:
-    """Return what to say of a process that got no memory, by the words of its error; "" if its address space is free.
+    """Return a text about a process that got no memory, from the words of its error; empty if its address space was not
+    full.
 
     Args:
         words: The last output of the process.
-        pid: The process. Where it has ended, or for None, the bound of this process counts.
+        pid: The process. If it has ended, or is None, the limit of this process is used.
     """
     if sys.platform != "linux" or not _NO_MEMORY.search(words):
         return ""
@@ -139,7 +140,7 @@ def _cgroups() -> Iterator[Limit]:
 def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
     """Yield the limits of a group and of the groups above it.
 
-    A container sees its own group at the root, and `/proc` may have a path that exists on the machine alone.
+    A container sees its own group at the root, while `/proc` may have a path that exists only outside the container.
     """
     folder = root + path.rstrip("/")
     while folder.startswith(root):

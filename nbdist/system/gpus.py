@@ -20,12 +20,12 @@ class GpuUse(NamedTuple):
 
     name: str
     used: int
-    """Bytes."""
+    """The memory, in bytes."""
     total: int
     load: int | None
-    """Percent of the time in which it worked; None where it is unknown, as for parts of a GPU."""
+    """The percentage of the time in which the GPU worked; None if it is unknown, as for parts of a GPU."""
     processes: Mapping[int, int | None]
-    """Pid → bytes that the process has there, None where the driver does not say."""
+    """For each process, by pid, the bytes that it uses there; None if the driver does not report them."""
 
 
 def look(gpu: str) -> GpuUse | None:
@@ -100,7 +100,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def in_words(use: GpuUse, ranks: Mapping[int, int]) -> str:
-    """Return a text with the processes that use a GPU, and their memory. `ranks` are this session's: pid → rank."""
+    """Return a text about the processes that use a GPU, and their memory. `ranks` are this session's ranks, by pid."""
     users = [f"{_who(pid, ranks)} {'?' if size is None else gib(size)}" for pid, size in use.processes.items()]
     by = f": {', '.join(users)}" if users else ""
     return f"{use.name}, {gib(use.used)} of {gib(use.total)} in use{by}"

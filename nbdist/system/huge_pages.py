@@ -11,13 +11,13 @@ _COLLAPSE = 25
 
 
 def gather(start: int, size: int) -> None:
-    """Move memory of this process to huge pages, where it fills whole ones. Values and addresses do not change.
+    """Move memory of this process to huge pages, as far as it fills whole ones. Values and addresses do not change.
 
     Before Linux 6.1 this does nothing.
 
     Args:
         start: The address of the first byte.
-        size: In bytes.
+        size: The size in bytes.
     """
     if sys.platform != "linux":
         return

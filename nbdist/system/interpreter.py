@@ -40,7 +40,7 @@ def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) 
 
 
 def _without_debugger() -> contextlib.AbstractContextManager[None]:
-    """Keep a debugger of this process, such as JupyterLab's, out of interpreters that it starts in this block.
+    """Keep a debugger of this process, such as JupyterLab's, out of the interpreters that are started in this block.
 
     It would trace each of them in a thread of its own, and a process with threads must not be forked.
     """
@@ -49,5 +49,5 @@ def _without_debugger() -> contextlib.AbstractContextManager[None]:
 
 
 def module_path() -> dict[str, str]:
-    """Return the variable that lets a fresh interpreter find modules where this one does, Python's own first."""
+    """Return the variable that lets a fresh interpreter find modules where this one does, with Python's own first."""
     return {"PYTHONPATH": os.pathsep.join(standard_first(search_path()))}

@@ -1,4 +1,4 @@
-"""Interrupts: those that wait for the end of a step, such as a message, would raise nothing, or would be lost."""
+"""Interrupts that wait for the end of a step, such as a message, that would raise nothing, or that would be lost."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def interruptible() -> Iterator[None]:
 
 
 class kept_interrupts:
-    """In the main thread, let an interrupt in this block that Python drops come again.
+    """Repeat an interrupt in this block that Python drops. This works in the main thread.
 
-    Python drops what a finalizer or a callback raises. An import has one of its lock: a call that imports something may
-    lose a press of the stop button there. Ranks see to it themselves.
+    Python drops exceptions in finalizers and callbacks. An import has a callback of its lock, so a call that imports
+    something may lose a press of the stop button. Ranks have their own means against this.
     """
 
     def __enter__(self) -> None:

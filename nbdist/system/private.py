@@ -17,7 +17,7 @@ _LONGEST = 100
 
 
 def make_private(folder: str) -> None:
-    """Make a folder, and those above it, with mode 0700.
+    """Make a folder, and its parents, with mode 0700.
 
     Raises:
         PermissionError: The folder exists, and other users can open it or own it.
@@ -29,10 +29,10 @@ def make_private(folder: str) -> None:
 
 
 def check_private(folder: str) -> None:
-    """Raise `PermissionError` unless a folder is this user's own and no other user can get into it."""
+    """Raise `PermissionError` unless a folder belongs to this user and no other user can access it."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(f"{folder} must be a folder, and no link")
+        raise PermissionError(f"{folder} must be a folder, not a link")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"{folder} must belong to user {os.geteuid()}, got user {found.st_uid}")
     if found.st_mode & 0o077:
@@ -43,7 +43,7 @@ def check_private(folder: str) -> None:
 
 @contextlib.contextmanager
 def _short(path: str) -> Iterator[str]:
-    """Give a name of a socket that is short enough for the system."""
+    """Yield a path of a socket that is short enough for the system."""
     if len(os.fsencode(path)) <= _LONGEST or not os.path.isdir("/proc/self/fd"):
         yield path
         return
@@ -65,11 +65,11 @@ def listen(path: str) -> socket.socket:
 
 
 def connect(path: str) -> socket.socket:
-    """Return a connection to what listens at a path.
+    """Return a connection to the process that listens at a path.
 
     Raises:
         PermissionError: The process belongs to another user.
-        OSError: Nothing listens there.
+        OSError: No process listens there.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:

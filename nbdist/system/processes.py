@@ -19,7 +19,7 @@ def open_pidfd(pid: int) -> int:
 
 @contextlib.contextmanager
 def own_pidfd() -> Iterator[int]:
-    """Return a descriptor of this process, for a process that must not outlive it."""
+    """Return a descriptor of this process, by which another process can see its end."""
     fd = open_pidfd(os.getpid())
     try:
         yield fd
@@ -31,7 +31,8 @@ def own_pidfd() -> Iterator[int]:
 def open_standard_descriptors() -> None:
     """Open /dev/null for standard descriptors that are closed.
 
-    Otherwise a socket or a pipe gets such a number, and a child process uses it as its standard input or output.
+    Otherwise a socket or a pipe would get such a number, and a child process would use it as its standard input or
+    output.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -39,7 +40,8 @@ def open_standard_descriptors() -> None:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit status, as in `subprocess`, of a process that its parent has not reaped; None if unknown."""
+    """Return the exit status, as in `subprocess`, of a process that its parent has not reaped; None if it is
+    unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -49,7 +51,7 @@ def exit_status(pid: int) -> int | None:
 
 
 class Holder(Protocol):
-    """An owner of descriptors that must stay in this process: other processes see its end by them."""
+    """The owner of descriptors that must stay in this process, because other processes see its end by them."""
 
     def after_fork(self) -> None:
         """Close the descriptors in a child of this process, without effect on the other ends."""

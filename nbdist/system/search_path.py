@@ -24,7 +24,7 @@ _warned = False
 
 
 def working_folder() -> str:
-    """Return the working folder; if it does not exist any more, the folder for temporary files, with a warning."""
+    """Return the working folder. If it no longer exists, return the folder for temporary files, with a warning."""
     global _warned
     try:
         folder, _warned = os.getcwd(), False
@@ -38,10 +38,10 @@ def working_folder() -> str:
 
 
 def search_path() -> list[str]:
-    """Return `sys.path` for another process: only strings, with relative folders made absolute as Python has found them
-    here.
+    """Return `sys.path` for another process: only strings, and relative folders as absolute paths, as Python resolved
+    them here.
 
-    An empty string is the working folder; it is left out if this folder does not exist any more.
+    An empty string is the working folder. It is left out if this folder no longer exists.
     """
     folder = ""
     if "" in sys.path:
@@ -52,7 +52,7 @@ def search_path() -> list[str]:
 
 
 def _used(part: str) -> str:
-    """Return the folder that a part of `sys.path` has meant when Python used it first."""
+    """Return the folder that an entry of `sys.path` meant when Python first used it."""
     found = part if os.path.isabs(part) else getattr(sys.path_importer_cache.get(part), "path", part)
     return found if isinstance(found, str) else part
 
@@ -79,7 +79,7 @@ def _is_standard(path: str) -> bool:
 
 
 def shadowed(path: Iterable[str]) -> list[str]:
-    """Return the standard modules in this process that another process would find elsewhere on `path` first."""
+    """Return the standard modules in this process that another process would first find elsewhere on `path`."""
     found: set[str] = set()
     for part in path:
         if _is_standard(part):
@@ -92,7 +92,7 @@ def shadowed(path: Iterable[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _standard_names_in(folder: str, changed: int) -> frozenset[str]:
-    """Return the names of standard modules among the files in a folder, which was `changed` at this time."""
+    """Return the names of standard modules among the files in a folder, which was last `changed` at this time."""
     return sys.stdlib_module_names.intersection(name.partition(".")[0] for name in os.listdir(folder))
 
 

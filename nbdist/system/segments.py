@@ -24,7 +24,7 @@ _RESERVED = 16 << 20
 
 
 class Segment:
-    """Shared memory without a name."""
+    """A piece of shared memory without a name."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self.size = fd, size
@@ -32,7 +32,7 @@ class Segment:
 
     @staticmethod
     def create(size: int, what: str = "shared memory") -> Segment:
-        """Make a segment with reserved memory: without that, a write could raise SIGBUS.
+        """Make a segment, and reserve its memory: otherwise a write could raise SIGBUS.
 
         Raises `MemoryError`, with `what` as the name of the content, if the system refuses. In a full container the
         system kills a process instead: call `free_memory.check_fits` before.
@@ -105,7 +105,7 @@ def _reserve(fd: int, size: int) -> None:
 
 
 class BufferLocation(NamedTuple):
-    """The place of a buffer: the number of its segment, its start and size in bytes."""
+    """The location of a buffer: the number of its segment, its start and its size in bytes."""
 
     segment: int
     start: int

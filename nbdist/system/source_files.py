@@ -11,4 +11,4 @@ LIBRARY_FOLDERS = (
     PACKAGE,
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
-"""Beginnings of the paths of all such files."""
+"""The prefixes of the paths of all such files."""

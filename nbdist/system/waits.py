@@ -1,6 +1,6 @@
 """Read from `/proc` what a process waits for: its CPU time, its state, the system call of each thread, locks, pipes.
 
-Nothing is known on systems other than Linux, and about processes that this process may not read.
+Nothing is known on other systems than Linux, and about processes that this process may not read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SystemCall(NamedTuple):
     """The system call in which a thread waits."""
 
     name: str
-    """The name; "futex_forever" for a lock without a timeout; empty for a call that has no name here."""
+    """The name; "futex_forever" for a lock without a timeout; empty for a call without a name here."""
     fd: int
     """The descriptor that the call reads or writes; -1 for other calls."""
 

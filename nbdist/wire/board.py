@@ -1,6 +1,6 @@
 """A board in shared memory: workers write the item that they work on, and read whether the call is over. Both ends.
 
-A killed worker cannot report its item, and a worker between two items gets no interrupt.
+It is needed because a killed worker cannot report its item, and a worker between two items gets no interrupt.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ _NONE = -1
 
 
 class Board:
-    """Shared memory with a number for each worker, and one that says whether the call is over.
+    """Shared memory with a number for each worker, and a number that says whether the call is over.
 
-    Attributes: `cells`, these numbers, that for all first: for a worker's loop, which may have very many items.
+    Attributes: `cells`, these numbers, with the one for the call first. A worker's loop, which may have very many
+    items, uses them directly.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -24,7 +25,7 @@ class Board:
 
     @staticmethod
     def of(fd: int, workers: int) -> Board:
-        """Open, in a worker, the board that it was given."""
+        """Open, in a worker, the board whose descriptor it was given."""
         return Board(Segment(fd, _SIZE * (workers + 1)))
 
     @staticmethod

@@ -61,12 +61,13 @@ class Channel:
                 self.sock.sendall((head + body)[sent:])
 
     def limit_sending(self, seconds: float) -> None:
-        """Have `send` raise `BlockingIOError` where the other end takes nothing for this number of seconds."""
+        """Make `send` raise `BlockingIOError` if the other end reads nothing for this number of seconds."""
         whole, part = divmod(max(1, int(seconds * 1e6)), 1_000_000)  # zero would be no limit
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, part))
 
     def receive(self) -> tuple[Any, Parcel | None, list[int]]:
-        """Return the next message, its parcel, its descriptors. A message that an interrupt finds half read is lost.
+        """Return the next message, its parcel, and its descriptors. A message that is half read when an interrupt comes
+        is lost.
 
         Raises `EOFError` when the other end is closed, and `LostDescriptors`.
         """

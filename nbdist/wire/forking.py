@@ -1,4 +1,4 @@
-"""Requests to the fork server for ranks, and its reports."""
+"""Requests for ranks to the fork server, and its reports."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class RankDescriptors(NamedTuple):
     stdout: int
     stderr: int
     stacks: int
-    """A socket: where it is asked for its stack, and answers."""
+    """The socket for requests for the rank's stack."""

@@ -28,9 +28,9 @@ _HEADER = struct.Struct("<10sB?HII")  # magic, kind, whether more of it follows,
 STDOUT, STDERR, MESSAGE = range(3)
 _CHUNK = select.PIPE_BUF - _HEADER.size
 _OWN = 900
-"""Number from which on a rank has a descriptor for its frames: limits of open files begin at 1,024."""
+"""The number of the first descriptor that a rank may use for its frames: limits of open files begin at 1,024."""
 _DEEPEST = 50
-"""Levels of a display's data that are looked through for keys that are no strings."""
+"""The number of levels of a display's data that are searched for keys that are not strings."""
 
 #: What a rank's widget knows the calling cell by; the kernel puts the id of its message in the place of it.
 CELL = "nbdist-cell"
@@ -62,7 +62,7 @@ class FrameWriter:
             self._fd = own
 
     def _write(self, data: bytes) -> None:
-        """Write a frame, and not a part of it."""
+        """Write a frame, all of it at once."""
         while True:
             try:
                 os.write(self._fd, data)
@@ -106,7 +106,7 @@ class FrameWriter:
 
 
 def _plain(value: Any) -> Any:
-    """Convert objects that JSON lacks, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO."""
+    """Convert objects that JSON lacks, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO format."""
     if isinstance(value, datetime.datetime):
         aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.timezone.utc)
         return aware.isoformat().replace("+00:00", "Z")
@@ -134,7 +134,7 @@ def _with_plain_keys(value: Any, depth: int = 0) -> Any:
 
 
 def frames(kind: int, data: bytes) -> bytes:
-    """Return a text or message as frames, of any length together, for a connection that is no pipe."""
+    """Return a text or message as frames, of any total length, for a connection that is not a pipe."""
     parts: list[bytes] = []
     start, number = 0, next(_numbers) & 0xFFFFFFFF
     while start < len(data) or not parts:

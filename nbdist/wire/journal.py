@@ -1,8 +1,8 @@
-"""The journal of a named session: its records, and reading them while the keeper writes more.
+"""The journal of a named session: its records, and a reader that works while the keeper writes more.
 
-A folder holds numbered files of records. A record is a header (magic, checksum, two sizes), an object of JSON, and
-bytes. Nothing of it depends on the version of nbdist or Python. A record that is cut off, since the keeper was killed
-or still writes, is as good as absent.
+A folder holds numbered files of records. A record is a header (magic, checksum, two sizes), a JSON object, and bytes.
+Its format does not depend on the version of nbdist or Python. An incomplete record, because the keeper was killed or is
+still writing, is ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Record:
 
 
 def encode(record: Record) -> list[bytes | memoryview]:
-    """Return the parts of a record as a file has them."""
+    """Return the parts of a record in the form in which they are written."""
     sizes = [memoryview(buffer).nbytes for buffer in record.buffers]
     head = json.dumps({"kind": record.kind, "sizes": sizes, **record.head}).encode()
     check = zlib.crc32(head)
@@ -53,7 +53,7 @@ def encode(record: Record) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes | memoryview, start: int = 0) -> tuple[Record, int] | None:
-    """Return the record at `start`, and the start of the next one; None if the record is not whole."""
+    """Return the record at `start`, and the start of the next one; None if the record is incomplete."""
     if len(data) - start < _HEADER.size:
         return None
     magic, check, head_size, size = _HEADER.unpack_from(data, start)
@@ -80,7 +80,7 @@ def _own(view: memoryview) -> memoryview:
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numbers of a journal's files, the oldest first; none where the session was closed."""
+    """Return the numbers of a journal's files, the oldest first; none if the session was closed."""
     try:
         found = map(_FILE.fullmatch, os.listdir(folder))
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def path(folder: str, number: int) -> str:
 
 
 class Reader:
-    """Reader of a journal from the file with the number `start` on; it can be read again while the journal grows.
+    """Reader of a journal, from the file with the number `start` on. It can be used again while the journal grows.
 
     Args:
         folder: The folder of the journal.
@@ -143,7 +143,7 @@ class Reader:
             self._data, self._position = self._data[self._position :] + data, 0
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -16,7 +16,7 @@ class Log:
         self._size = 0
 
     def write(self, text: str) -> None:
-        """Add text at the end."""
+        """Append text."""
         self._chunks.append(text)
         self._size += len(text)
         while self._size > KEPT and len(self._chunks) > 1:
@@ -28,7 +28,7 @@ class Log:
         self._size = len(text)
 
     def text(self, most: int = KEPT) -> str:
-        """Return the last text, about `most` characters at most."""
+        """Return the last text, about `most` characters."""
         chunks, size = collections.deque[str](), 0
         for chunk in reversed(list(self._chunks)):
             if size >= most:

@@ -19,11 +19,11 @@ class Slot(NamedTuple):
     local_rank: int
     local_world_size: int
     interface: str
-    """The network interface that process groups use; empty where it is left to them."""
+    """The network interface for process groups; empty if the libraries choose it."""
     threads: int
-    """Threads that are its share."""
+    """The number of threads that is the rank's share."""
     cores: Sequence[int]
-    """The cores that are its share, where ranks are bound to theirs."""
+    """The cores that are the rank's share, if ranks are bound to cores."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,23 @@ class World:
     rank: int
     world_size: int
     device: str
-    """`cpu` or `cuda:N`, N counted among the GPUs that it sees; `cuda` is the GPU of the rank's number on its node."""
+    """`cpu` or `cuda:N`, where N counts the GPUs that the rank sees; `cuda` is the GPU with the number of the rank on
+    its node."""
     backend: str
     slot: Slot
     rendezvous: RendezvousAddress
     threads: int
-    """Threads for the kernels of torch and BLAS."""
+    """The number of threads for the kernels of torch and BLAS."""
     cores: Sequence[int] | None = None
-    """The cores that the rank is bound to; None leaves it all of them."""
+    """The cores that the rank is bound to. None: all cores."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES; None leaves it as it is."""
+    """The rank's CUDA_VISIBLE_DEVICES. None: the variable is not changed."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
     shares_gpu: bool = False
     """True if other ranks of this machine use the same GPU."""
     group: int = 0
-    """The number of the process group among those that the ranks enter, one after the other."""
+    """The number of the process group among the groups that the ranks join, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Setting:
     reads_memory: bool = False
     """True if the kernel may try to read big answers out of the rank's memory."""
     standard: Sequence[str] = ()
-    """Modules of Python's own that the kernel has, and that the rank would find elsewhere on `path` first."""
+    """Modules of Python's standard library that the kernel has loaded, although the rank would find others on `path`
+    first."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +80,22 @@ class Header:
 
     imports: str
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source text by file name, of code that is in no file (the cells of a notebook)."""
+    """The source text, by file name, of code that is in no file (the cells of a notebook)."""
     cells: Mapping[str, int] = field(default_factory=dict)
-    """The number of the cell, by the same file names."""
+    """The number of each cell, by the same file names."""
     need: frozenset[str] = frozenset()
-    """Names that the caller listed: they go before the same names from the import block."""
+    """Names that the caller listed. They take precedence over the same names from the import block."""
     settings: Mapping[str, bytes] = field(default_factory=dict)
-    """Pickles of what is set in the notebook, by name."""
+    """Pickles of the settings of the notebook, by name."""
     imported_alongside: Sequence[str] = ()
-    """Modules that the notebook has imported of the packages that the call uses."""
+    """Modules that the notebook has imported, from packages that the call uses."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
-    """File and sub-module folders of modules that a rank could not find by `sys.path`."""
+    """The file and the submodule folders of modules that a rank cannot find by `sys.path`."""
     own_sources: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """The source that the notebook has executed of each of the user's modules: the file, and the checksum of the
+    """The source of each of the user's modules that the notebook has executed: the file, and the checksum of the
     source."""
     gone: Sequence[str] = ()
-    """Variables that calls have brought, and that the notebook has no more."""
+    """Variables that earlier calls have sent, and that the notebook no longer has."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,15 @@ class ProcessStart:
     """The header of a process of a context, which the process reads before it can open its parcel."""
 
     library: str
-    """Whose process it is: "multiprocessing" or "multiprocess"."""
+    """The library of the process: "multiprocessing" or "multiprocess"."""
     preparation: Mapping[str, Any]
     """The argument of the library's `spawn.prepare`: name, key, log level and the like."""
     threads: int
-    """Threads for the kernels of torch and BLAS."""
+    """The number of threads for the kernels of torch and BLAS."""
     seeds: Sequence[int]
-    """For `random`, NumPy and torch."""
+    """The seeds for `random`, NumPy and torch."""
     trackers: Sequence[str]
-    """The libraries whose resource trackers it shares with the notebook, in the order of their descriptors, which come
-    first. Where it had one of its own, that would unlink at its end what the notebook still uses."""
+    """The libraries whose resource trackers the process shares with the notebook, in the order of their descriptors,
+    which come first. A tracker of its own would unlink, at its end, objects that the notebook still uses."""
     worker: bool
-    """True if it works for a pool: all that it sends is for the notebook then."""
+    """True if the process works for a pool. Then all of its messages are for the notebook."""

@@ -21,7 +21,7 @@ class Parcel:
     """A pickle and its buffers.
 
     `inline` is the pickle if it is small; otherwise it is in the first of the `spans`. The spans are in the `segments`,
-    whose descriptors belong to the parcel. Buffers that were sent in another way are in `buffers`.
+    whose descriptors belong to the parcel. `buffers` are buffers that were sent in another way.
     """
 
     def __init__(self, inline: bytes | None, spans: Sequence[BufferLocation], segments: Sequence[Segment]) -> None:
@@ -36,7 +36,7 @@ class Parcel:
     def open(self, own: bool = False) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle and the buffers: writable views of private mappings. Closes the descriptors.
 
-        With `own`, buffers that share a segment are copied: keeping one buffer keeps no other.
+        With `own`, buffers that share a segment are copied, so that keeping one buffer does not keep the others.
         """
         try:
             wholes = [segment.private() for segment in self.segments]
@@ -54,7 +54,7 @@ class Parcel:
         return pickled, self.buffers or views
 
     def close(self) -> None:
-        """Close the descriptors; mappings stay."""
+        """Close the descriptors. Mappings stay."""
         for segment in self.segments:
             segment.close()
 
@@ -65,11 +65,11 @@ def pack(
     cache: SentCache | None = None,
     what: str = "what is sent between notebook and ranks",
 ) -> Parcel:
-    """Put a pickle and its buffers into a parcel: each buffer is written once; buffers in the `cache` are not written.
+    """Put a pickle and its buffers into a parcel. Each buffer is written once; buffers in the `cache` are not written.
 
-    Big buffers are in other segments than small ones. Without a cache, as in answers, each big buffer has a segment of
-    its own, because memory stays while any part of its segment is in use. Raises `MemoryError`, with `what` as the name
-    of the data, if they do not fit.
+    Big buffers and small ones are in different segments. Without a cache, as in answers, each big buffer has a segment
+    of its own, because memory stays while any part of its segment is in use. Raises `MemoryError`, with `what` as the
+    name of the data, if the buffers do not fit.
     """
     inline = bytes(pickled) if pickled.nbytes <= INLINE else None
     views = [buffer.raw() for buffer in buffers]
@@ -107,7 +107,8 @@ def pack(
 
 
 def _groups(views: Sequence[memoryview], numbers: Iterable[int], apart: bool) -> list[list[int]]:
-    """Return the numbers of views by segment: small ones together, big ones together or `apart`."""
+    """Return the numbers of views by segment: small views together; big views together or, with `apart`, each by
+    itself."""
     small: list[int] = []
     big: list[int] = []
     for number in numbers:

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     keep_frames: bool
     """True if the rank keeps the frames of a call that raises, for `Debug`."""
     place: int
-    """The number of the rank among those that run the call."""
+    """The number of the rank among the ranks that run the call."""
     restarts: Mapping[str, str]
     """The environment variables that count restarts, as torchrun sets them."""
     number: int

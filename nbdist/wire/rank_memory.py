@@ -33,7 +33,7 @@ class RankBuffer(NamedTuple):
 
 
 def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
-    """Return, in the rank, the locations of these buffers. They must not move until the kernel has answered."""
+    """Return, in the rank, the locations of these buffers. The buffers must not move until the kernel has answered."""
     import numpy as np
 
     arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
@@ -41,9 +41,9 @@ def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
 
 
 def copy(pid: int, buffers: Sequence[RankBuffer]) -> list[memoryview]:
-    """Copy, in the kernel, a rank's buffers, each to memory of its own.
+    """Copy, in the kernel, a rank's buffers, each to new memory.
 
-    Raises `OSError` if that is not allowed, or the rank has ended; `MemoryError` if they do not fit.
+    Raises `OSError` if that is not allowed, or the rank has ended; `MemoryError` if the buffers do not fit.
     """
     check_fits(sum(buffer.size for buffer in buffers), "the value that the function returned")
     copies = [own_memory(buffer.size) for buffer in buffers]

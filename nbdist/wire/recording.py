@@ -42,7 +42,8 @@ class Collective(NamedTuple):
     ranks: Sequence[int]
     """The ranks of that group."""
     place_in_group: int
-    """The number among the collectives that the rank has begun in this group, from 1; 0 for `send`, `recv` and such."""
+    """The number among the collectives that the rank has begun in this group, from 1; 0 for point-to-point operations,
+    such as `send` and `recv`."""
     elements: int
     """The number of elements of the first tensor; -1 without a tensor."""
     dtype: str
@@ -73,7 +74,7 @@ def group_named(name: str, ranks: Iterable[int]) -> str:
 
 
 class Recorder:
-    """Writer in a rank: records the begin and the end of collectives, in about a microsecond each."""
+    """Writer in a rank: it records the beginning and the end of collectives, in about a microsecond each."""
 
     def __init__(self, fd: int, rank: int) -> None:
         """Map the rank's part of the memory behind `fd`, and close `fd`."""
@@ -140,7 +141,7 @@ class Recorder:
         return number
 
     def leave(self, number: int) -> None:
-        """Record that no thread waits in the collective any more. It may still be running."""
+        """Record that no thread waits in the collective any more, although it may still be running."""
         self._flag(number, 0, _WAITS)
 
     def enter(self, number: int, main_thread: bool) -> None:

@@ -27,9 +27,9 @@ class RendezvousAddress(NamedTuple):
 
     host: str
     port: int
-    """A port that no other group is given: for a group that `fn` makes itself."""
+    """A port that no other group uses, for a group that `fn` makes itself."""
     store_port: int
-    """0 where the store is a file."""
+    """The port. 0: the store is a file."""
 
     def environ(self) -> dict[str, str]:
         """Return the variables for a group that `fn` makes itself (`init_method="env://"`)."""
@@ -66,12 +66,13 @@ class Rendezvous:
         return sock
 
     def fds(self, rank: int) -> list[int]:
-        """Return the descriptors for a rank; it keeps them as long as the group lives, but for the listening socket."""
+        """Return the descriptors for a rank. The rank keeps them as long as the group lives, except for the listening
+        socket."""
         file = [self._file] if self._file >= 0 else []
         return file + ([sock.fileno() for sock in self._sockets] if rank == 0 else [])
 
     def close(self) -> None:
-        """Close this process's part. The ranks keep theirs."""
+        """Close this process's part. The ranks keep their parts."""
         for sock in self._sockets:
             sock.close()
         if self._file >= 0:
@@ -79,7 +80,7 @@ class Rendezvous:
 
 
 def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequence[int]) -> Any:
-    """Open the store in a rank, with the descriptors of `Rendezvous.fds`. It lives as long as the group."""
+    """Open the store in a rank, with the descriptors of `Rendezvous.fds`. The store lives as long as the group."""
     import torch.distributed as dist
 
     if world_size == 1 and not (address.store_port and fds):

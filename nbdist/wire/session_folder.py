@@ -1,4 +1,4 @@
-"""The folder of a named session: its place, and what lies in it besides the journal."""
+"""The folder of a named session: its path, and its files other than the journal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_name(name: Any) -> str:
-    """Return `name`; raise `TypeError` or `ValueError` unless it can be the name of a session."""
+    """Return `name`. Raises `TypeError` or `ValueError` unless it can be the name of a session."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {shown(name)}")
     if not _NAME.fullmatch(name):
@@ -42,7 +42,7 @@ def names() -> list[str]:
     """Return the names of all sessions that have a folder.
 
     Raises:
-        PermissionError: Other users can get into the folder of all sessions.
+        PermissionError: Other users can access the folder of all sessions.
     """
     if not os.path.isdir(base()):
         return []
@@ -54,7 +54,7 @@ class SessionFolder:
     """The folder of the session with this name; it may not exist.
 
     Args:
-        name: A name that `check_name` lets pass.
+        name: A name that `check_name` accepts.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,12 +71,13 @@ class SessionFolder:
         return os.path.isdir(self.path)
 
     def check(self) -> None:
-        """Raise `PermissionError` where another user can get into it."""
+        """Raise `PermissionError` if another user can access the folder."""
         check_private(base())
         check_private(self.path)
 
     def lock(self) -> int:
-        """Mark it as the folder of a living keeper, which this process is, until its end. Returns a descriptor."""
+        """Mark the folder as belonging to a living keeper, which is this process, until its end. Returns a
+        descriptor."""
         fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         return fd
@@ -96,7 +97,7 @@ class SessionFolder:
         return False
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Write the description of the session for processes that attach, with this process's number."""
+        """Write the description of the session for processes that attach, with the pid of this process."""
         own: dict[str, Any] = {
             "name": self.name,
             "nbdist": nbdist.__version__,
@@ -109,14 +110,14 @@ class SessionFolder:
             json.dump({**own, **about}, file)
 
     def about(self) -> dict[str, Any]:
-        """Return the description that `describe` has written; empty if there is none, or not a whole one."""
+        """Return the description that `describe` has written; empty if it is missing or incomplete."""
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.path, "session.json")) as file:
             found: dict[str, Any] = json.load(file)
             return found
         return {}
 
     def elsewhere(self) -> str:
-        """Return the name of the machine of the keeper; empty where that is this machine."""
+        """Return the name of the keeper's machine; empty if it is this machine."""
         host = str(self.about().get("host", ""))
         return "" if host == socket.gethostname() else host
 
@@ -125,14 +126,14 @@ class SessionFolder:
         return bool(self.about().get("boot", _boot()) != _boot())
 
     def other_version(self) -> str:
-        """Return the versions that the keeper has, in words, where this process has others; else an empty text."""
+        """Return the versions of the keeper as a text, if this process has others; otherwise an empty text."""
         about = self.about()
         if not about or (about["nbdist"], about["python"]) == (nbdist.__version__, _python()):
             return ""
         return f"nbdist {about['nbdist']} on Python {about['python']} ({about['executable']})"
 
     def remove(self) -> None:
-        """Remove all that is in the folder, and the folder."""
+        """Remove the folder with all its files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -141,7 +142,7 @@ def _python() -> str:
 
 
 def _boot() -> str:
-    """Return a text that differs after each start of the machine; empty if the system has none."""
+    """Return a text that changes at each start of the machine; empty if the system has none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

@@ -1,10 +1,10 @@
-"""A channel to a rank that works while its main thread is busy: a thread answers with the Python stack of the main
-thread, and carries out orders, such as to abort the collectives in which it waits. Both ends.
+"""A channel to a rank that works while its main thread is busy. A thread answers with the Python stack of the main
+thread, and carries out orders, for example to abort the collectives in which the main thread waits. Both ends.
 
 `faulthandler` alone works at any moment, but it reads frames that a thread may be changing, and can crash a rank that
-runs Python code (python/cpython#116008; with 3.13 a few requests are enough). So a thread of the rank answers: it holds
-the GIL, and the frames do not change. If the thread does not get the GIL, the main thread is in C code that holds it,
-its frames do not change either, and a signal makes `faulthandler` write them.
+runs Python code (python/cpython#116008; with 3.13 a few requests are enough). So a thread of the rank answers: while it
+holds the GIL, the frames do not change. If the thread does not get the GIL, the main thread is in C code that holds it.
+Then its frames do not change either, and a signal makes `faulthandler` write them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def ask(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> st
     """Return, in the kernel, a rank's stack in the format of `faulthandler`; empty without an answer.
 
     Args:
-        sock: The kernel's end of the socket at which the rank answers; does not block.
-        number: The number of the question, from 1 to 255; different from the question before.
-        send_signal: Sends `STACK_SIGNAL` to the rank. Called after `PATIENCE` seconds without an answer.
+        sock: The kernel's end of the socket at which the rank answers. It does not block.
+        number: The number of the question, from 1 to 255, different from the last one.
+        send_signal: A function that sends `STACK_SIGNAL` to the rank. It is called after `PATIENCE` seconds without an
+            answer.
     """
     question = bytes([number])
     try:
@@ -79,7 +80,7 @@ def ask(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> st
 
 
 def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
-    """Return the complete answers by their questions, and the output of `faulthandler`."""
+    """Return the complete answers, by the numbers of their questions, and the output of `faulthandler`."""
     answers, written = {}, b""
     while data:
         text, _, _ = data.partition(b"\0")
@@ -100,7 +101,7 @@ def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
 
     Args:
         sock: The kernel's end of the socket at which the rank answers.
-        what, arguments: The name of one of the actions given to `answer`, and what that takes.
+        what, arguments: The name of one of the actions given to `answer`, and its arguments.
     """
     data = pickle.dumps((what, arguments))
     deadline = time.monotonic() + _PATIENCE_TO_ORDER
@@ -129,7 +130,8 @@ def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
 
     Args:
         fd: The rank's end of the socket.
-        actions: By name, what can be ordered. They return at once: stacks are still asked for.
+        actions: The actions that can be ordered, by name. They must return at once, so that requests for stacks are
+            still answered.
     """
     faulthandler.register(STACK_SIGNAL, fd, all_threads=False)
     _thread.start_new_thread(serve, (fd, _thread.get_ident(), actions))
@@ -157,7 +159,7 @@ def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> Non
 
 
 def read(fd: int, size: int) -> bytes:
-    """Read `size` bytes, in any number of pieces. Raises `OSError` if they do not come."""
+    """Read `size` bytes, in any number of pieces. Raises `OSError` if they do not arrive."""
     data = b""
     while len(data) < size:
         if not (part := os.read(fd, size - len(data))):

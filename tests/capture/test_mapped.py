@@ -154,7 +154,7 @@ def test_a_memmap_that_cannot_be_opened_again_is_copied_with_a_warning(
         os.replace(other, numbers)
     else:
         array[:2] = [70, 71]
-    with pytest.warns(UserWarning, match=r"0\.03 GB is mapped .* travels as a copy .* deleted or replaced"):
+    with pytest.warns(UserWarning, match=r"0\.03 GB is mapped .* is sent as a copy .* deleted or replaced"):
         assert session.run(lambda a: (int(a[1]), int(a[2])), array) == (71 if how == "changed" else 1, 2)
 
 

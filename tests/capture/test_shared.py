@@ -41,5 +41,5 @@ def test_a_warning_says_that_an_optuna_trial_is_a_copy(
     Pickler(io.BytesIO(), says_copies=True).dump(Trial("a file"))
     Pickler(io.BytesIO()).dump(Trial(InMemoryStorage()))
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="trial 3 of an Optuna study in memory travels as a copy"):
+    with pytest.warns(UserWarning, match="trial 3 of an Optuna study in memory is sent as a copy"):
         Pickler(io.BytesIO(), says_copies=True).dump(Trial(InMemoryStorage()))

@@ -63,7 +63,8 @@ ELSEWHERE = [
         "capture/cells/torch_objects.py",
         "models that FSDP1 has wrapped come back whole and without it",
         "`return model` after `FullyShardedDataParallel`, in each rank, or its state in a later call",
-        "The model comes back without it and with whole parameters, and a warning says so; an optimizer has them, too.",
+        "The model is returned without it and with whole parameters, and a warning says so; an optimizer has them, "
+        "too.",
         "pytorch/pytorch#67950, pytorch/pytorch#122903",
     ),
     (
@@ -104,9 +105,9 @@ ELSEWHERE = [
     ),
     (
         "capture/cells/shared.py",
-        "memory that travels as a copy is said; a block that is opened by its name is shared",
+        "memory that is sent as a copy is said; a block that is opened by its name is shared",
         "A tensor after `share_memory_()`, an array in a `SharedMemory` block",
-        "It travels as a copy, and a warning says so. A block that the function opens by its name is shared.",
+        "It is sent as a copy, and a warning says so. A block that the function opens by its name is shared.",
         "pytorch/pytorch#68986",
     ),
     (

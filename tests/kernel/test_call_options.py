@@ -65,8 +65,8 @@ def test_each_option_can_be_said_to_the_magic() -> None:
         "--restarts 2": {"restarts": 2},
         "--min-ranks 1": {"min_ranks": 1},
         "--name ratings": {"name": "ratings"},
-        "--idle 60": {"idle": 60.0},
-        "--keep 1048576": {"keep": 1 << 20},
+        "--name ratings --idle 60": {"name": "ratings", "idle": 60.0},
+        "--name ratings --keep 1048576": {"name": "ratings", "keep": 1 << 20},
     }
     for line, options in said.items():
         assert start_options(parser.parse_args(["start", "2", *line.split()])) == options, line
@@ -232,7 +232,7 @@ def test_per_rank_needs_an_item_for_each_rank(session: Session) -> None:
 
 
 def test_per_rank_is_an_argument_itself(session: Session) -> None:
-    with pytest.raises(CaptureError, match=r"per_rank.* has to be an argument of the function itself"):
+    with pytest.raises(CaptureError, match=r"per_rank.* must be an argument of the function itself"):
         session.run(print, [per_rank([1, 2, 3])])
     assert [item.name for item in explain(print, per_rank([1, 2])).items] == ["print", "argument 1"]
 

@@ -230,7 +230,7 @@ def test_a_host_with_another_version_of_ray_is_refused(srun: Path, tmp_path: Pat
 
 @needs_ray
 def test_a_host_without_the_interpreter(ssh: list[str]) -> None:
-    with pytest.raises(NbdistError, match=r"127.0.0.1 does not find its Python: .*/no/python.*Say python="):
+    with pytest.raises(NbdistError, match=r"127.0.0.1 does not find its Python: .*/no/python.*Give python="):
         nbdist.cluster(["127.0.0.1"], options=ssh, python="/no/python")
 
 

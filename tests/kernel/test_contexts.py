@@ -618,7 +618,7 @@ def test_after_threads_in_the_kernel(cell: Cell) -> None:
 
 def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
     """Without a GPU, as far as that goes: what torch knows of a live CUDA is set, a fork would be a bad one, as torch
-    calls it, and a thread holds a lock that a fork would find locked for ever, as threads of CUDA's driver do."""
+    calls it, and a thread holds a lock that a fork would find locked forever, as threads of CUDA's driver do."""
     cell(POOL)
     cell(CELLS["CUDA live in the kernel"])
     text = cell(CELLS["a loader with it"]).text

@@ -133,11 +133,11 @@ def test_stop_at_a_breakpoint(notebook: Kernel) -> None:
 def test_input_without_a_user_is_an_error(notebook: Kernel) -> None:
     for code in ("breakpoint()", "input('name? ')"):
         result = notebook.run(f"def f():\n    {code}\nsession.run(f)")
-        assert result.error == "NbdistError" and "nobody can type here" in result.message, result.message
+        assert result.error == "NbdistError" and "no input is possible here" in result.message, result.message
     result = notebook.run("session.submit(breakpoint).result()")
     assert result.error == "NbdistError" and "a call in the background" in result.message
     result = notebook.run("from getpass import getpass\nsession.run(getpass, 'key? ')")
-    assert result.error == "NbdistError" and "nobody can type here" in result.message, result.message
+    assert result.error == "NbdistError" and "no input is possible here" in result.message, result.message
     assert "only the main thread" in notebook.run(CELLS["input in a thread"]).message
 
 
@@ -153,9 +153,9 @@ def test_pdb_opens_where_a_cell_raises(notebook: Kernel) -> None:
 
 def test_an_error_names_the_way_to_look_inside(notebook: Kernel) -> None:
     seen = notebook.run("in_ddp.options(hold_on_error=True)(1, lambda: 1 / 0)").plain_traceback
-    assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) looks inside\)", seen), seen
+    assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) opens a debugger there\)", seen), seen
     seen = notebook.run("in_ddp(1, lambda: 1 / 0)").plain_traceback
-    assert "raised ZeroDivisionError (hold_on_error=True, then %debug or post_mortem() looks inside)" in seen
+    assert "raised ZeroDivisionError (with hold_on_error=True, %debug or post_mortem() opens a debugger there)" in seen
 
 
 def test_debug_opens_in_the_frame_of_the_rank(notebook: Kernel) -> None:

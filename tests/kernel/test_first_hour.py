@@ -15,7 +15,9 @@ import torch.distributed as dist
 import nbdist
 from nbdist import (
     RayOptions,
+    Recording,
     Session,
+    attach,
     cluster,
     context,
     explain,
@@ -23,6 +25,8 @@ from nbdist import (
     parallel_map,
     per_rank,
     post_mortem,
+    replay_step,
+    sessions,
     use,
     warm,
 )
@@ -75,6 +79,21 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"start": "fork"}, ValueError, "start must be one of 'forkserver', 'spawn', got 'fork'"),
     ({"restarts": -1}, ValueError, "restarts must be at least 0, got -1"),
     ({"restarts": "2"}, TypeError, "restarts must be an integer, got '2'"),
+    ({"output": "tab"}, ValueError, "got 'tab'. Did you mean 'tabs'?"),
+    ({"on_hang": "rise"}, ValueError, "on_hang must be one of 'say', 'raise', got 'rise'. Did you mean 'raise'?"),
+    ({"on_hang": True}, ValueError, "on_hang must be one of"),
+    ({"check": "nans"}, ValueError, "got 'nans'. Did you mean 'nan'?"),
+    ({"check": True}, TypeError, "check must be 'nan', 'ranks', 'ranks:N' or a list of these, got True"),
+    ({"check": ["nan", "rank"]}, ValueError, "got ['nan', 'rank']. Did you mean 'ranks'?"),
+    ({"check": "ranks:0"}, ValueError, "'ranks:N' (each N steps)"),
+    ({"names": "x"}, TypeError, "has no argument 'names'. Did you mean 'name'?"),
+    ({"name": 3}, TypeError, "name must be a string, got 3"),
+    ({"name": "a/b"}, ValueError, "name must be up to 64 letters, digits"),
+    ({"name": "x", "idle": "1h"}, TypeError, "idle must be a number of seconds, got '1h'"),
+    ({"name": "x", "keep": "1G"}, TypeError, "keep must be an integer, got '1G'"),
+    ({"name": "x", "keep": 10}, ValueError, "keep must be at least 1048576, got 10"),
+    ({"idle": 3600}, ValueError, "idle must be given with a name, got no name: Session(2, name='...', idle=...)"),
+    ({"keep": 1 << 21}, ValueError, "keep must be given with a name"),
 ]
 
 
@@ -167,15 +186,34 @@ WRONG_CALLS: list[tuple[str, type[Exception], str]] = [
     ("warm(idle=-1)", ValueError, "idle must be a finite number of seconds above 0, got -1"),
     ("explain(train())", TypeError, "fn must be a function, got 1"),
     ("post_mortem()", NbdistError, "no rank is held"),
+    ("nbdist.atach", AttributeError, "Did you mean 'attach'?"),
+    ("attach()", TypeError, "write attach(name)"),
+    ("attach(3)", TypeError, "name must be a string, got 3"),
+    ("attach('')", ValueError, "name must be up to 64 letters, digits"),
+    ("attach('never-made')", NbdistError, "there is no session 'never-made'. Sessions with a name: "),
+    ("sessions('x')", TypeError, "write sessions()"),
+    ("Session(1).result()", NbdistError, "only a session with a name has a journal: Session(2, name='...')"),
+    ("Session(1).run(train, timeout=3)", TypeError, "Options come first: in_ddp.options(timeout=...)"),
+    ("in_ddp(1, train, check='nan')", TypeError, "Options come first: in_ddp.options(check=...)"),
+    ("Recording('f')", TypeError, "Recording needs the model among its objects"),
+    ("Recording(torch.nn.Linear(1, 1))", TypeError, "folder must be a path, got Linear(in_features=1"),
+    ("Recording('f', 3)", TypeError, "objects with state_dict() and load_state_dict(), got 3"),
+    ("Recording('f', model=3)", TypeError, "Recording has no argument 'model': it has folder, *objects"),
+    ("Recording('f', torch.nn.Linear(1, 1))", RuntimeError, "a recording is made by ranks"),
+    ("replay_step('f', train)", TypeError, "missing 1 required keyword-only argument: 'step'; write replay_step("),
+    ("replay_step('f', train(), step=1)", TypeError, "fn must be a function, got 1"),
+    ("replay_step(train, 'f', step=1)", TypeError, "folder must be a path, got <function train"),
+    ("replay_step('f', train, step=1)", FileNotFoundError, "has no recording: record a training with fit(..., record="),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG_CALLS, ids=lambda one: str(one)[:50])
 def test_a_mistake_raises_an_error_that_helps(call: str, error: type[Exception], words: str) -> None:
     names = {one.__name__: one for one in (train, two, cluster, context, explain, parallel_map, per_rank, use, warm)}
+    names |= {one.__name__: one for one in (attach, sessions, replay_step, post_mortem)}
     with pytest.raises(error) as caught:
         eval(call, {**names, "nbdist": nbdist, "in_ddp": in_ddp, "Session": Session, "RayOptions": RayOptions,
-                    "post_mortem": post_mortem, "np": np})  # fmt: skip
+                    "Recording": Recording, "np": np, "torch": torch})  # fmt: skip
     assert words in str(caught.value)
 
 

@@ -512,7 +512,7 @@ def test_another_version_is_refused_and_can_read_the_journal(kept: Session, caps
         edit("kept", **changed)
         try:
             with pytest.raises(
-                NbdistError, match=r"'kept' was made with nbdist .* on Python .*: attach to it with that"
+                NbdistError, match=r"'kept' was made with nbdist .* on Python .*: attach to it with the same version"
             ):
                 attach("kept")
             capsys.readouterr()

@@ -413,7 +413,7 @@ def test_lines_that_stay_on_their_nodes_are_counted(tmp_path: Path, monkeypatch:
     shown.text("5\n", STDOUT)
     shown.show()
     title, *lines = cell.shown[-1].splitlines()
-    assert title.startswith("... 1,000,005 lines, of which these are the last") and full == [True]
+    assert title.startswith("... 1,000,005 lines; these are the last") and full == [True]
     assert title.endswith("/file, but for 1,000,000 lines that the nodes keep: session.logs(rank)"), title
     assert lines[-2:] == ["4", "5"] and (tmp_path / "file").read_text().endswith("4\n5\n")
 
@@ -723,7 +723,7 @@ def test_a_flood_is_shown_in_part(notebook: Kernel) -> None:
     tail, between, after = shown.values()
     title, *lines = tail.splitlines()
     assert lines == [f"line {i}" for i in range(29_900, 30_000)] and "HTML" in between
-    assert title.startswith("... 30,000 lines, of which these are the last 100; all: ")
+    assert title.startswith("... 30,000 lines; these are the last 100; all: ")
     assert after.splitlines()[-5:] == [f"after {i}" for i in range(5)] and after.startswith("... 30,005 lines")
     file = Path(title.partition("all: ")[2])
     assert file.read_text().splitlines() == [*(f"line {i}" for i in range(30_000)), *(f"after {i}" for i in range(5))]

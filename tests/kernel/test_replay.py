@@ -96,7 +96,7 @@ def test_what_cannot_be_replayed_is_refused_before_a_process_starts(tmp_path: Pa
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             replay_step(folder, train, folder, {}, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`record` must be a folder without a recording"):
+    with pytest.raises(ValueError, match="the folder of a recording must not hold one already"):
         in_ddp.options(devices="cpu")(1, train, folder, {}, 1)
     with pytest.raises(TypeError, match="objects with state_dict"):
         Recording(folder, nn.Linear(1, 1), 3)

@@ -112,12 +112,12 @@ HANGS: dict[str, tuple[list[Standing], str, list[str]]] = {
         "send and recv",
         ["rank 0 receives in recv of 4 float32 from rank 1 at train.py:1", "rank 1 waits in recv at train.py:5"],
     ),
-    "nobody sends": (
+    "no rank sends": (
         [returned(0), waits(1, stands(1, "recv", place_in_group=0, peer=-1))],
         "send and recv",
         ["rank 1 receives", "rank 0 has returned"],
     ),
-    "nobody receives": (
+    "no rank receives": (
         [waits(0, stands(1, "send", place_in_group=0, peer=1)), waits(1, stands(1))],
         "send and recv",
         ["rank 0 sends in send of 4 float32 to rank 1", "rank 1 waits in all_reduce"],

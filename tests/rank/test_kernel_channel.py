@@ -83,5 +83,5 @@ def test_a_kernel_that_goes_gives_no_line(ends: Any, goodbye: Close | None) -> N
 def test_an_unexpected_message_is_named_in_the_error(ends: Any) -> None:
     kernel, rank = ends
     kernel.send(Copied(True))
-    with pytest.raises(EOFError, match="Copied in the place of a line"):
+    with pytest.raises(EOFError, match="Copied instead of a line"):
         Keyboard(rank).ask("? ")

@@ -27,7 +27,7 @@ def test_a_private_folder(tmp_path: Path) -> None:
 def test_a_link_is_no_private_folder(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "own", 0o700)
     os.symlink(tmp_path / "own", tmp_path / "link")
-    with pytest.raises(PermissionError, match="must be a folder, and no link"):
+    with pytest.raises(PermissionError, match="must be a folder, not a link"):
         private.make_private(str(tmp_path / "link"))
 
 

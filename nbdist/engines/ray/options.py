@@ -21,10 +21,10 @@ STRATEGIES = {
 @entry_class("RayOptions")
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """A Ray cluster, and the resources that the ranks get of it.
+    """The address of a Ray cluster, and the resources of each rank there.
 
     Raises:
-        ValueError, TypeError: For options that make no sense.
+        ValueError, TypeError: An option is invalid.
 
     Examples:
         >>> RayOptions(address="ray://head:10001", gpus=1, placement="spread").placement
@@ -34,30 +34,33 @@ class RayOptions:
     engine: ClassVar[str] = "ray"
 
     address: str | None = None
-    """`auto`: the cluster that runs on this machine, or that RAY_ADDRESS names. `ray://host:10001`: one elsewhere.
-    `host:6379`: one whose node this machine is. None: a Ray of this machine alone, started at need."""
+    """`auto`: the cluster that runs on this machine, or that RAY_ADDRESS names. `ray://host:10001`: a cluster
+    elsewhere. `host:6379`: a cluster that has this machine as a node. None: a Ray on this machine alone, which is
+    started if necessary."""
     cpus: float = 1.0
-    """CPUs for each rank, and so its threads."""
+    """The number of CPUs for each rank, and so of its threads."""
     gpus: int = 0
-    """1: a GPU for each rank. 0: the ranks work on CPUs."""
+    """The number of GPUs for each rank: 1, or 0 for ranks on CPUs."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Further resources that Ray reserves for each rank, such as `{"memory": 8e9}` or a resource of one's own."""
+    """Further resources that Ray reserves for each rank, such as `{"memory": 8e9}` or a custom resource."""
     placement: str = "pack"
-    """`pack`: on as few nodes as possible. `spread`: on as many. `strict_pack`: all on one node. `strict_spread`: each
-    on another."""
+    """`pack`: on as few nodes as possible. `spread`: on as many as possible. `strict_pack`: all on one node.
+    `strict_spread`: each rank on a node of its own."""
     ranks_per_node: int = 1
-    """The number of ranks that are placed together, and found room for at once, which a cluster of many equal nodes
-    does sooner. With `strict_spread` they have a node to themselves."""
+    """The number of ranks in a group that Ray places together on one node. On a cluster of many equal nodes, groups are
+    placed sooner than single ranks. With `strict_spread`, each group has a node of its own."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Only nodes with these labels, as Ray selects them: `{"ray.io/accelerator-type": "H100"}`."""
+    """The labels of the nodes that may be used, as Ray selects nodes: `{"ray.io/accelerator-type": "H100"}`."""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    """Ray's runtime environment, made ready on the nodes: `{"working_dir": ".", "pip": ["polars"]}`."""
+    """Ray's runtime environment, which is prepared on the nodes: `{"working_dir": ".", "pip": ["polars"]}`."""
     same: Sequence[str] = ()
-    """Further packages whose versions have to be the notebook's, in addition to torch, nbdist, cloudpickle and Ray."""
+    """Further packages whose versions must be the same as the notebook's, in addition to torch, nbdist, cloudpickle and
+    Ray."""
     wait: float = 120.0
-    """Seconds that the cluster may take to have room."""
+    """The number of seconds to wait until the cluster has room."""
     linger: float = 60.0
-    """Seconds for which the room, and the warm processes there, are kept after a call, for the next one."""
+    """The number of seconds after a call for which the resources, and the warm processes on them, are kept for the next
+    call."""
 
     def __post_init__(self) -> None:
         if self.address is not None and not isinstance(self.address, str):
@@ -88,6 +91,6 @@ def resources_of(options: RayOptions, ranks: int = 1) -> dict[str, float]:
 
 
 def placed_together(options: RayOptions, world_size: int) -> list[int]:
-    """Return the number of ranks that are placed together, for each place; the last place gets the remainder."""
+    """Return the number of ranks that are placed together, for each group. The last group gets the remainder."""
     full, rest = divmod(world_size, options.ranks_per_node)
     return [options.ranks_per_node] * full + [rest] * bool(rest)

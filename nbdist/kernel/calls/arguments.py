@@ -60,7 +60,7 @@ def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
 def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
     """Return the import block as one string, and the needed names with their values.
 
-    Raises `TypeError` or `ValueError` for arguments that cannot be right.
+    Raises `TypeError` or `ValueError` for invalid arguments.
     """
     check_function(fn)
     _check_returns(fn)

@@ -45,7 +45,7 @@ class Failure:
     Args:
         rank: The rank that has failed. None: the call as a whole, such as by its timeout.
         error: The exception to raise for it.
-        asked: Whether the rank had been asked to leave before it failed.
+        asked: Whether the rank had been asked to end the call before it failed.
     """
 
     def __init__(self, rank: int | None, error: BaseException, asked: bool = False) -> None:
@@ -54,7 +54,7 @@ class Failure:
     def is_consequence(self) -> bool:
         """Return whether another rank's failure caused this one: the rank was asked to leave, or lost its peer.
 
-        The function may turn the first exception into another one. The traceback still shows the first one.
+        A function may convert the first exception into another one, whose traceback still shows the first one.
         """
         lost_peer = isinstance(self.error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(text_of(self.error)))
         cause = self.error.__cause__
@@ -63,7 +63,7 @@ class Failure:
 
 
 class Decision(enum.Enum):
-    """The next step with the ranks that have not answered."""
+    """The next action for the ranks that have not answered."""
 
     GO_ON = "wait for them"
     ASK_TO_LEAVE = "ask them to leave the call"

@@ -29,7 +29,7 @@ class Request:
     call: Call
     seeds: tuple[int, int, int] | None
     targets: Sequence[int] | None
-    """The ranks that run the call; None: all ranks."""
+    """The ranks that run the call. None: all ranks."""
     everyone: bool
     """True: all targets return their values. False: only the first one does."""
     output: str
@@ -67,7 +67,7 @@ class Executor(SessionRanks):
         super().__init__(engine, layout, timeout=timeout, keep_frames=keep_frames, min_ranks=min_ranks)
         self._restarts, self._check = restarts, check
         self.on_hang: str | None = on_hang
-        """None: ranks that wait are not looked for, as they wait for the kernel."""
+        """The option `on_hang`. None: hangs are not looked for, because the ranks wait for the kernel."""
 
     def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
         """Run a call, and repeat it after the loss of a rank. Returns the values of the ranks that answer."""
@@ -126,7 +126,7 @@ class Executor(SessionRanks):
         return values if request.everyone else values[:1]
 
     def _output_of(self, relay: Relay, rank: int) -> tuple[int, bool, int | None]:
-        """Return what a rank's node sends of its output, as the fields of `protocol.Call`."""
+        """Return which part of a rank's output its node sends, as the fields of `protocol.Call`."""
         return relay.number, relay.shows(rank), relay.lines
 
     def _send_and_wait(

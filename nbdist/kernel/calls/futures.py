@@ -78,7 +78,7 @@ class FairLock:
             self._wake()
 
     def give_back(self, ticket: Ticket) -> None:
-        """Leave the queue without a turn."""
+        """Leave the queue without waiting for the turn."""
         self._queue.pop(ticket, None)
         self._wake()
 
@@ -132,7 +132,7 @@ class CallFuture(concurrent.futures.Future[T]):
 
     @entry
     def result(self, timeout: float | None = None) -> T:
-        """Wait at most `timeout` seconds, and return the value of the call.
+        """Return the value of the call. Wait at most `timeout` seconds for it.
 
         Raises the exceptions of `Session.run`, `TimeoutError` after `timeout` seconds, and `CancelledError` after
         `cancel`.

@@ -97,11 +97,12 @@ class Group:
             self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
             before_servers(self._end)
             self.underway = False
-            """True while a call was sent, in whole or in part, and is not known to be over."""
+            """True while a call has been sent, or a part of it, and may still run."""
             self._memory: dict[int, int | None] = {}
             self._looked_at = 0  # the rank whose memory is measured next
             self.raised: list[int] = []
-            """The ranks in which the last call raised. The rank whose exception was raised here comes first."""
+            """The ranks in which the last call raised an exception. The rank whose exception was raised in the kernel
+            is first."""
             self.dead = ""
             """The first death: which rank, and why; empty while all ranks live."""
 
@@ -189,7 +190,7 @@ class Group:
                 self.ranks.send(rank, message, **parts)
         except BlockingIOError:
             where = stacks.report(stacks.take(self.ranks, [rank]))
-            raise RankTimeout(f"not sent in the seconds of `timeout=`: rank {rank} takes nothing; {where}") from None
+            raise RankTimeout(f"a message was not sent within `timeout=`: rank {rank} reads nothing; {where}") from None
 
     def explain_gpu_error(self, rank: int, error: BaseException, *, lost: bool) -> list[str]:
         """Return lines to show under a rank's exception if a GPU caused it. `lost`: the rank cannot use its GPU now."""

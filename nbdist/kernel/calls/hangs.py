@@ -148,7 +148,8 @@ class Hangs:
 
 
 def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]) -> tuple[str, str]:
-    """Return the state of a rank, as a word of `Standing`, and its description; "runs" if nothing is known."""
+    """Return the state of a rank, as a word of `Standing`, and its description. If nothing is known, the word is
+    "runs"."""
     if not set(waits.threads(pid).values()) <= {"S", "I"} or not frames:
         return "runs", ""
     main = [one for one in own.stands_in if one.main_thread]

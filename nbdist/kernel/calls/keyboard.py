@@ -72,7 +72,7 @@ class Keyboard:
             self._answer(rank, None)
             return
         except Exception as exc:  # for example a front end without an input box, or a captured standard input
-            self._refusal = f"nobody can type here ({type(exc).__name__}: {exc})"
+            self._refusal = f"no input is possible here ({type(exc).__name__}: {exc})"
             self._answer(rank, None)
             return
         other = _OTHER_RANK.fullmatch(line) if question.debugger else None

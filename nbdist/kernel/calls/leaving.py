@@ -12,7 +12,7 @@ from .group import Group
 
 
 class Leaving:
-    """The way of the ranks out of a call, and out of their process group.
+    """The steps by which ranks leave a call, and their process group.
 
     Args:
         group: The ranks of the session.

@@ -71,10 +71,10 @@ class Notices:
         most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
         if seconds > LONG_CALL and shares[most] > MUCH_WAITING and most != least:
             one = shares[least] < shares[most] / 2
-            reason = "it is the one that they wait for" if one else "for none of them more than for the rest"
+            reason = f"rank {least} is the slowest" if one else "no rank is slower than the others"
             self._group.relay.cell.notice(
-                f"rank {most} waited {100 * shares[most]:.0f} % of the time for others, rank {least} "
-                f"{100 * shares[least]:.0f} %: {reason}. session.profile shows what {'it does' if one else 'they do'}"
+                f"rank {most} waited {100 * shares[most]:.0f} % of the time for other ranks, rank {least} "
+                f"{100 * shares[least]:.0f} %: {reason}. session.profile shows where the time goes"
             )
 
 
@@ -90,5 +90,5 @@ def stuck(group: Group, pending: Collection[int], reason: object) -> RankStuck:
 
 def how_to_look_inside(kept: bool) -> str:
     """Return the line under a rank's traceback that names the debugger; `kept`: the rank keeps the frames."""
-    looks = "%debug or post_mortem() looks" if shell() is not None else "post_mortem() looks"
-    return f"{looks} inside" if kept else f"hold_on_error=True, then {looks} inside"
+    opens = "%debug or post_mortem() opens" if shell() is not None else "post_mortem() opens"
+    return f"{opens} a debugger there" if kept else f"with hold_on_error=True, {opens} a debugger there"

@@ -22,7 +22,7 @@ from ...wire.protocol import Done, Error
 
 
 class Answers:
-    """The values of a call as they come from its ranks.
+    """The answers to a call, in the order in which they arrive.
 
     Args:
         originals: The objects that were sent by number, as in `capture.Call.originals`.
@@ -51,14 +51,15 @@ class Answers:
         return rank in self._copied
 
     def take(self, rank: int, message: Done, parcel: Parcel | None) -> None:
-        """Keep the answer of a rank; no parcel where its value is not wanted."""
+        """Keep the answer of a rank. The parcel is None if its value is not wanted."""
         self._parcels[rank] = parcel
         if parcel is not None:
             parcel.buffers = self._copied.pop(rank, [])
         self.waited[rank] = message.waited
 
     def values(self) -> list[Any]:
-        """Return the values by rank, None where none was wanted. Raises `CaptureError` for what cannot be rebuilt."""
+        """Return the values by rank; None for a rank whose value is not wanted. Raises `CaptureError` for a value that
+        cannot be rebuilt."""
         parcels = [self._parcels[rank] for rank in sorted(self._parcels)]
         try:
             return [None if parcel is None else load(parcel, self._originals) for parcel in parcels]
@@ -77,7 +78,8 @@ class Answers:
 
 
 class Unread(list[Any]):
-    """The objects that were sent by number, in a process that passes outcomes on and executes nothing of them."""
+    """Stand-ins for the objects that were sent by number, in a process that passes outcomes on and runs none of their
+    code."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
 
 
 def _read(parcel: Parcel, originals: Sequence[Any]) -> tuple[Any, BaseException | None]:
-    """Return the object, or the error that says why it cannot be read; its `value` holds the parts that can."""
+    """Return the object, or an error with the reason why it cannot be read. The `value` of the error holds the readable
+    parts."""
     pickled, buffers = parcel.open(own=True)
 
     def read_by(loads: Callable[..., Any]) -> Any:

@@ -36,7 +36,7 @@ class Requests:
     def __init__(self, engine: Engine, executor: Executor, options: SessionOptions) -> None:
         self._engine, self._executor, self._options = engine, executor, options
         self.sent = SentCache()
-        """The cache of what need not be sent again."""
+        """The cache of buffers that were sent already."""
         self._capturing = FairLock()
 
     def make(
@@ -51,7 +51,8 @@ class Requests:
         output: str | None = None,
         once: bool = False,
     ) -> Request:
-        """Return the request of a call, with arguments as `Session.call` has them. Raises what `Session.run` says."""
+        """Return the request of a call, with the arguments of `Session.call`. Raises the exceptions of
+        `Session.run`."""
         self._executor.check_open()
         block, names = check_call(fn, imports, need)
         check_takes(fn, args, kwargs, _OPTIONS)
@@ -66,12 +67,14 @@ class Requests:
         return Request(call, seeds, targets, everyone, output, own.lines, name_of(fn), once)
 
 
-def check_rank(rank: Any, nranks: int) -> None:
-    """Raise `TypeError` or `ValueError` unless `rank` is a rank of a session of `nranks`."""
+def check_rank(rank: Any, nranks: int, of: str = "session") -> None:
+    """Raise `TypeError` or `ValueError` unless `rank` is a rank of a session of `nranks`; `of` names another thing."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an integer, got {shown(rank)}")
     if not 0 <= rank < nranks:
-        raise ValueError(f"rank must be 0 to {nranks - 1}, got {rank}: the session has {nranks} ranks")
+        raise ValueError(
+            f"rank must be 0 to {nranks - 1}, got {rank}: the {of} has {nranks} rank{'s' if nranks > 1 else ''}"
+        )
 
 
 def chosen(ranks: Any, nranks: int) -> list[int]:

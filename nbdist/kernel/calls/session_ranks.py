@@ -1,4 +1,4 @@
-"""The ranks of a session over its life: whether they run, why they are gone, and their replacement."""
+"""The ranks of a session during its life: whether they run, why they ended, and which ranks replace them."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class SessionRanks:
         self, engine: Engine, layout: Layout, *, timeout: float | None, keep_frames: bool, min_ranks: int | None
     ) -> None:
         self.wanted = layout
-        """The layout that the session asks for; fewer ranks may run."""
+        """The layout that the session was made with. Fewer ranks may run."""
         self._engine, self._timeout, self._keep_frames, self.min_ranks = engine, timeout, keep_frames, min_ranks
         self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
-        """The output of the current, or last, ranks."""
+        """The output of the current ranks, or of the last ones."""
         self._dead = ""  # the reason why calls are refused until `restart`; empty if they are not
         self._lost = ""  # the reason why the next call gets fresh ranks; empty if it does not
         self.closed = False
         self.between: Callable[[], Between | None] = lambda: None
-        """Function that returns the handler of widget events between calls."""
+        """A function that returns the handler of widget events between calls."""
 
     @property
     def layout(self) -> Layout:
-        """The layout of the running ranks; without any, the layout that is wanted."""
+        """The layout of the running ranks. If no ranks run, the layout that the session was made with."""
         group = self.group  # which another thread may end
         return self.wanted if group is None else group.layout
 

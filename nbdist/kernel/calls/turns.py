@@ -52,7 +52,8 @@ class Turns:
         return future
 
     def follow(self, start: Callable[[FairLock], CallFuture[Any] | None]) -> None:
-        """Note the call in the background that `start` begins, given the lock of the turns; None: it begins none."""
+        """Note the call in the background that `start` begins, given the lock of the turns. `start` returns None if it
+        begins none."""
         future = start(self._lock)
         if future is not None:
             self._background.add(future)
@@ -63,7 +64,7 @@ class Turns:
             future.cancel()
 
     def post_mortem(self, rank: int | None, commands: Iterable[str] | None) -> None:
-        """Open pdb in a rank that raised, with arguments as `Session.post_mortem` has them."""
+        """Open pdb in a rank that raised an exception. The arguments are the arguments of `Session.post_mortem`."""
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
     def _debug(self, rank: int | None, commands: Iterable[str] | None) -> None:

@@ -25,7 +25,7 @@ class Standing:
     state: str
     """
     - "returned", or "absent": takes no part in the call
-    - "runs": runs, or may go on without another rank, for example after a sleep; or nothing is known
+    - "runs": runs, or may go on without another rank, for example after a sleep; also if nothing is known
     - "collective": waits for other ranks
     - "lock": waits for a lock of its own process, without a timeout
     - "file lock": waits for the lock of a file
@@ -76,7 +76,7 @@ def verdict(standings: Sequence[Standing]) -> Verdict | None:
     """Return the reason why a call cannot end; None if it can, or if the reason is not known.
 
     Args:
-        standings: All ranks of the process group, by number, after some seconds in which none of them did anything.
+        standings: All ranks of the process group, by number, after some seconds in which none of them worked.
     """
     pending = [one for one in standings if one.state not in ("returned", "absent")]
     if not pending or any(one.state == "runs" for one in pending):
@@ -221,7 +221,7 @@ def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
 
 
 def _answers(other: Standing, rank: int, receives: bool) -> bool:
-    """Return whether a rank waits in the matching operation."""
+    """Return whether a rank waits in the operation that matches another rank's, such as `recv` for `send`."""
     return any(c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) for c in other.stands_in)
 
 

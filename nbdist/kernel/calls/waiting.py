@@ -39,7 +39,7 @@ class Waiting:
     Attributes:
         pending: The ranks that have not answered. After `wait` has raised: the ranks that did not end the call, or
             cannot take another one.
-        ended: The reason why one of these has ended after its answer; empty if none has.
+        ended: The reason why one of the `pending` ranks has ended after its answer; empty if none has.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Waiting:
             what: The name of the function.
             timeout: The longest time of the call, in seconds; None: no limit.
             originals: The objects that were sent by number, as in `capture.Call.originals`.
-            stop: Interrupts the call from another thread.
+            stop: The object by which another thread interrupts the call.
             keyboard: The source of lines that ranks ask for. None: the user types them.
-            once: Whether the ranks end after the call, so that their state may be lost.
-            on_hang: What happens when the ranks can never go on: "raise" fails with `RankStuck`, "say" shows the reason
-                in the cell. None: this is not looked for.
+            once: Whether the ranks end after the call, so that their state need not be kept usable.
+            on_hang: The reaction to ranks that can never go on: "raise" fails with `RankStuck`, "say" shows the reason
+                in the cell. None: hangs are not looked for.
         """
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
         self._timeout, self._stop, self._once, self._on_hang = timeout, stop, once, on_hang
@@ -93,10 +93,10 @@ class Waiting:
         """Wait for all ranks, and return their values in the order of the ranks; None for a rank that returns none.
 
         Args:
-            raised: An interrupt, or another exception of a signal's handler, that came while the call was sent.
+            raised: An interrupt, or another exception of a signal handler, that was raised while the call was sent.
 
         Raises the first failure, `RankTimeout`, `RankStuck` or `KeyboardInterrupt`. If no rank is `pending` or dead
-        then, the ranks can take calls again, in a new process group.
+        afterwards, the ranks can take calls again, in a new process group.
         """
         try:
             if not isinstance(raised, KeyboardInterrupt):

@@ -113,7 +113,7 @@ def _write(stream: Any, text: str) -> None:
 
 
 class Gap:
-    """The time between two cells of a notebook that a program runs: the program ignores messages that are sent then."""
+    """The time between two cells of a notebook that is run by a program, which ignores messages sent in this time."""
 
     def __init__(self, shell: Any) -> None:
         self._events = shell.events
@@ -125,7 +125,7 @@ class Gap:
         self._events.register("post_run_cell", self._begin)
 
     def bridge(self, send: Callable[[], None]) -> None:
-        """Send now, or when the next cell runs."""
+        """Send a message now, or when the next cell runs."""
         with self._lock:
             self._waiting.append(send)
             self._send_all()

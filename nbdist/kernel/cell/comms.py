@@ -107,7 +107,7 @@ class Comms:
         cell.send(kind, content, self._echoed(comm_id, state) if data.get("method") == "echo_update" else None, **parts)
 
     def _echoed(self, comm_id: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the message of the page that a rank echoes, so that the page can ignore its own change."""
+        """Return the message of the page that a rank echoes. The page needs it to ignore its own change."""
         moved = self._moved.get(comm_id, [])
         while moved:
             message = moved.pop(0)
@@ -209,9 +209,9 @@ class Comms:
             self._freeze(list(self._views), list(self._models), Cell())
 
     def _freeze(self, displays: Sequence[str], models: Sequence[str], cell: Cell | None = None) -> None:
-        """Replace views by pictures and drop the models that are not needed any more.
+        """Replace views by pictures, and drop the models that are no longer needed.
 
-        `cell` shows the pictures; None: the cells that show the views.
+        `cell` shows the pictures. None: each picture is shown in the cell of its view.
         """
         for display_id in displays:
             shown_in, model_id, text = self._views.pop(display_id)
@@ -278,7 +278,7 @@ class Page:
 
     Args:
         comms: The comms of the call's ranks.
-        foreground: Whether the call has the cell wait.
+        foreground: Whether the cell waits for the call.
     """
 
     def __init__(self, comms: Comms, foreground: bool) -> None:
@@ -286,7 +286,7 @@ class Page:
         self._requests: Requests | None = None
 
     def soon(self, seconds: float) -> float:
-        """Return how long to wait for ranks at most."""
+        """Return the longest time to wait for ranks."""
         return min(_LOOK, seconds) if self._listens and self._comms.live() else seconds
 
     def look(self) -> None:
@@ -297,6 +297,6 @@ class Page:
             self._requests.look()
 
     def close(self) -> None:
-        """Leave later messages to the notebook."""
+        """Leave all further messages to the notebook."""
         if self._requests is not None:
             self._requests.close()

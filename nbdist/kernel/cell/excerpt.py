@@ -27,16 +27,16 @@ _INTERVAL = 1.0
 
 
 class Excerpt:
-    """Output that is passed on to a cell up to a number of lines. Of more lines, the cell shows the last ones and a
-    count.
+    """Output that is passed on to a cell up to a number of lines. If there is more, the cell shows the last lines and
+    the number of all.
 
-    The whole output is then in a file, until the notebook's process ends, if the disk has space for it. In a terminal
-    all output is passed on.
+    The whole output is also written to a file, which is kept until the notebook's process ends, if the disk has space
+    for it. In a terminal all output is passed on.
 
     Args:
-        cell: The cell that shows it.
+        cell: The cell that shows the output.
         lines: The number of lines that are passed on. None: all.
-        on_full: Called once, when this number is reached.
+        on_full: A function that is called once, when this number is reached.
 
     Attributes:
         most: The number of lines that are passed on; None: all.
@@ -81,7 +81,8 @@ class Excerpt:
             self.show()
 
     def left_out(self, lines: int, size: int) -> None:
-        """Count lines of `size` characters together, whose text stays on the node where they were written."""
+        """Count lines whose text stays on the node where they were written; `size` is the number of their
+        characters."""
         if not self._kept:
             self._keep(self._fill())
         self._lines += lines
@@ -90,7 +91,7 @@ class Excerpt:
         self._waits = True
 
     def _fill(self) -> str:
-        """Begin to show the last lines alone; return the text so far, which belongs into the file, too."""
+        """Begin to show only the last lines. Return the text so far, which is written to the file, too."""
         text = "".join(self._head)
         self._head.clear()
         self._open()
@@ -136,7 +137,7 @@ class Excerpt:
         self._waits, self._shown_at = False, time.monotonic()
         lines = "".join(self._last).splitlines()[-TAIL:]
         lines = [line.rpartition("\r")[2][:_WIDTH] for line in lines]
-        title = f"... {self._lines:,} lines, of which these are the last {len(lines)}; {self._kept}"
+        title = f"... {self._lines:,} lines; these are the last {len(lines)}; {self._kept}"
         if self._left_out:
             title += f", but for {self._left_out:,} lines that the nodes keep: session.logs(rank)"
         update, self._display = bool(self._display), self._display or uuid.uuid4().hex
@@ -146,7 +147,7 @@ class Excerpt:
 
 
 _folder: tuple[int, str] = 0, ""
-"""The process that has made the folder for these files, and where it is."""
+"""The process that made the folder for these files, and the path of the folder."""
 
 
 def _new_file() -> IO[str]:

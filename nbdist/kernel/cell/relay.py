@@ -69,9 +69,9 @@ class Relay:
     def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
         """Send output to `cell` from now on.
 
-        `show` selects the output: "rank0" (the rank `first`, for all), "all" (each line with its rank in front),
-        "lines" (the same without the rank), "tabs" (a column for each rank; in a terminal like "all") or "none".
-        `lines` is the number of lines that are shown in full; of more lines the last ones are shown. None: all.
+        `show` selects the output: "rank0" (only the rank `first`), "all" (each line with its rank in front), "lines"
+        (all ranks, without their numbers), "tabs" (a column for each rank; in a terminal like "all") or "none". `lines`
+        is the number of lines that are shown in full; if there are more, the last ones are shown. None: all.
         """
         self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
         self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first

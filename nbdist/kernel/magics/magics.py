@@ -125,7 +125,7 @@ class DdpMagics(Magics):
         `%ddp`.
         """
         if line.strip() not in ("", "on", "off"):
-            raise UsageError("%autoddp, or %autoddp off")
+            raise UsageError("write %autoddp, or %autoddp off")
         self._running()
         self._auto = line.strip() != "off"
 

@@ -11,18 +11,18 @@ from . import starting
 
 @entry
 def attach(name: str) -> Session:
-    """Return a session that was made with `name=`, and show what its last call has written, from the beginning.
+    """Return a session that was made with `name=`, and show the output of its last call from the beginning.
 
-    What it goes on to write is shown in the same cell, live. `result()` of the session waits for the value of the call.
-    A session whose keeper has ended, such as by a restart of the machine, still has `replay` and `result`.
+    Output that follows is shown in the same cell, live. `result()` of the session waits for the value of the call. If
+    the keeper of the session has ended, for example when the machine restarted, `replay` and `result` still work.
 
     Args:
-        name: The name.
+        name: The name of the session.
 
     Raises:
-        NbdistError: There is no session of this name; it is on another machine; or it was made with another version of
-            nbdist or Python.
-        PermissionError: Other users can get into its folder.
+        NbdistError: There is no session with this name; it is on another machine; or it was made with another version
+            of nbdist or Python.
+        PermissionError: Other users can access the session's folder.
 
     Examples:
         >>> from nbdist import Session
@@ -37,8 +37,8 @@ def attach(name: str) -> Session:
     folder = find_folder(name)
     if other := folder.other_version():
         raise NbdistError(
-            f"the session {name!r} was made with {other}: attach to it with that. `python -m nbdist replay {name}` "
-            f"shows its output with any version"
+            f"the session {name!r} was made with {other}: attach to it with the same version. "
+            f"`python -m nbdist replay {name}` shows its output with any version"
         )
     session = open_session(folder)
     session._follow()
@@ -46,19 +46,19 @@ def attach(name: str) -> Session:
 
 
 def find_folder(name: str) -> SessionFolder:
-    """Return the folder of a session of this machine. Raises `NbdistError` where there is none."""
+    """Return the folder of a session on this machine. Raises `NbdistError` if there is none."""
     folder = SessionFolder(name)
     known = names()
     if name not in known:
-        there = f"there are {', '.join(map(repr, known))}" if known else "there is none at all"
-        raise NbdistError(f"there is no session {name!r}: {there}{nearest(name, known)}")
+        there = ", ".join(map(repr, known)) if known else "none: Session(2, name='...') starts one"
+        raise NbdistError(f"there is no session {name!r}. Sessions with a name: {there}{nearest(name, known)}")
     if host := folder.elsewhere():
         raise NbdistError(f"the session {name!r} is on another machine: attach to it on {host}")
     return folder
 
 
 def open_session(folder: SessionFolder) -> Session:
-    """Return the session of a folder, and show nothing of it."""
+    """Return the session of a folder, and show none of its output."""
     session = object.__new__(Session)
     session._options, executor, session._engine = starting.find(folder)
     session._begin(executor)

@@ -1,4 +1,4 @@
-"""The connection to a keeper: messages to it, its answers, and what wakes a reader when the journal has grown."""
+"""The connection to a keeper: messages to it, its answers, and wakeups when the journal has grown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...wire.session_folder import SessionFolder
 
 
 class Wakeup:
-    """Becomes readable when the journal has grown, or the keeper has ended."""
+    """An object that becomes readable when the journal has grown, or the keeper has ended."""
 
     def __init__(self, path: str) -> None:
         self._sock = connect(path)
@@ -28,7 +28,7 @@ class Wakeup:
         return self._sock.fileno()
 
     def answer(self) -> bool:
-        """Wait for what comes from now on; return whether the keeper lives."""
+        """Wait for wakeups that come from now on; return whether the keeper lives."""
         try:
             return bool(self._sock.recv(1 << 16))
         except BlockingIOError:
@@ -41,13 +41,13 @@ class Wakeup:
 
 
 class Connection:
-    """The connection to the keeper of a session; a dead one where that has ended.
+    """The connection to the keeper of a session. It is closed from the start if the keeper has ended.
 
     Args:
-        folder: The session's.
+        folder: The folder of the session.
 
     Raises:
-        PermissionError: Other users can get into the folder, or it is another user's process that listens there.
+        PermissionError: Other users can access the folder, or a process of another user listens there.
     """
 
     def __init__(self, folder: SessionFolder) -> None:
@@ -60,24 +60,24 @@ class Connection:
         register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child of this process: the connection is not its own."""
+        """Forget the connection in a child of this process: it belongs to the parent."""
         self._lock = threading.RLock()
         redirect_to_devnull(*(end.fileno() for end in (self._channel, *self._wakeups) if end is not None))
 
     @property
     def alive(self) -> bool:
-        """True if the keeper lived when it was last asked."""
+        """True if the keeper lived at the time of the last request."""
         return self._channel is not None
 
     def send(self, *message: Any, parcel: Parcel | None = None) -> None:
-        """Send a message that is not answered. Raises `NbdistError` where the keeper has ended."""
+        """Send a message that is not answered. Raises `NbdistError` if the keeper has ended."""
         with self._used() as channel:
             channel.send(message, parcel)
 
     def ask(self, what: str, *values: Any) -> Any:
-        """Return the keeper's answer to a question, a parcel where there is one.
+        """Return the keeper's answer to a question, or the parcel that comes with it.
 
-        Raises `NbdistError` where the keeper has ended, and what it has raised itself.
+        Raises `NbdistError` if the keeper has ended, and the exceptions that the keeper has raised.
         """
         with self._used() as channel, deferred_interrupts():
             channel.send(("ask", what, *values))
@@ -99,7 +99,7 @@ class Connection:
 
     @contextlib.contextmanager
     def wakeup(self) -> Iterator[Wakeup | None]:
-        """Give a wakeup for one reader; None where the keeper has ended."""
+        """Return a wakeup for one reader; None if the keeper has ended."""
         wakeup = None
         with self._lock:
             if self._wakeups:
@@ -120,7 +120,7 @@ class Connection:
             channel.receive()  # nothing comes but the end
 
     def close(self) -> None:
-        """Leave the keeper alone."""
+        """Close the connection, and leave the keeper running."""
         with self._lock:
             if self._channel is not None:
                 self._channel.sock.close()
@@ -132,7 +132,7 @@ class Connection:
 
 
 def ended(folder: SessionFolder) -> str:
-    """Return what is said of a session whose keeper has ended."""
+    """Return the error for a session whose keeper has ended."""
     if not folder.exists():
         return f"the session {folder.name!r} is closed; make a new one"
     why = "its machine was restarted" if folder.restarted() else "its keeper has ended"

@@ -1,4 +1,4 @@
-"""The executor of a named session: it has a keeper carry out the calls, and replays the journal in the cell."""
+"""The executor of a named session: the keeper runs the calls, and this process shows the journal in the cell."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class NamedExecutor:
     """The ranks of a keeper, with the methods of an `Executor`.
 
     Args:
-        folder: The session's.
-        spec: What it is.
+        folder: The folder of the session.
+        spec: The description of the session.
     """
 
     def __init__(self, folder: SessionFolder, spec: Spec) -> None:
@@ -43,18 +43,18 @@ class NamedExecutor:
         self.between: Callable[[], Between | None] = lambda: None
         self.relays = Relays(self._deliver_widget_event, lambda: self.between())
         self.shown: dict[str, threading.Event] = {}
-        """By the token of a call that a thread shows: the event of all of its output being shown."""
+        """For each call that a thread shows, by its token: an event that is set when all of its output is shown."""
         self._raised: list[int] = []
         self._reader: Reader | None = None  # for all actions, one after the other: to find the end takes a while
 
     def use(self, spec: Spec) -> None:
-        """Be the executor of what the keeper says that it keeps."""
+        """Adopt the options of the session that the keeper holds."""
         self._wanted, self._sent = spec.layout, spec.origin
         self.min_ranks: int | None = spec.executor["min_ranks"]
 
     @property
     def layout(self) -> Layout:
-        """The layout of the ranks; after a restart with `min_ranks=` they may be fewer than were asked for."""
+        """The layout of the ranks. After a restart with `min_ranks=` there may be fewer ranks than were asked for."""
         count, wanted = self.relays.ranks, self._wanted
         return wanted if count in (0, len(wanted.devices)) else replace(wanted, devices=wanted.devices[:count])
 
@@ -119,7 +119,7 @@ class NamedExecutor:
         return self.outcome(replayer, call.originals)  # the keeper counts it as taken: this process is there
 
     def _in_turn(self, action: Action, cell: Cell, stop: Stop | None = None, parcel: Parcel | None = None) -> Replayer:
-        """Have the keeper do something in its turn, and replay what comes of it until it is over."""
+        """Make the keeper run an action in its turn, and show the records of the action until its end."""
         token = secrets.token_hex(8)
         if self._reader is None:
             self._reader = Reader(self.folder.path, at_end=True)
@@ -137,7 +137,7 @@ class NamedExecutor:
             self._sent = origin
 
     def follow(self, replayer: Replayer, token: str, stop: Stop | None) -> None:
-        """Replay a call, or another action, until it is over. Raises `NbdistError` where the keeper ends before."""
+        """Show a call, or another action, until its end. Raises `NbdistError` if the keeper ends first."""
 
         def answer(question: Record) -> None:
             line: str | None = None
@@ -162,16 +162,16 @@ class NamedExecutor:
         self.note_held(replayer)
 
     def check_over(self, replayer: Replayer) -> None:
-        """Raise `NbdistError` for a call whose keeper has ended before it."""
+        """Raise `NbdistError` for a call if the keeper has ended before the call did."""
         if not replayer.over:
             raise NbdistError(ended(self.folder))
 
     def note_held(self, replayer: Replayer) -> None:
-        """Keep in mind the ranks that `post_mortem` can look at."""
+        """Remember the ranks that `post_mortem` can open."""
         self._raised = [] if replayer.raised is None else replayer.raised.head["held"]
 
     def outcome(self, replayer: Replayer, originals: Sequence[Any] | None = None) -> list[Any]:
-        """Return what the ranks of a call have returned, or raise what it has raised."""
+        """Return the values of a call, or raise its exception."""
         assert replayer.head is not None
         if originals is None:
             originals = Originals(replayer.head["originals"], replayer.buffers)
@@ -180,7 +180,7 @@ class NamedExecutor:
         return [value_of(one, self.folder.path, originals, self._held) for one in replayer.values]
 
     def take(self, replayer: Replayer) -> None:
-        """Report to the keeper that the outcome of a call is here: it may be removed with the session."""
+        """Report to the keeper that this process has the outcome of a call, so that the session may be removed."""
         if self.connection.alive:
             self.connection.send("taken", replayer.head["call"])
 
@@ -204,7 +204,7 @@ class NamedExecutor:
         return bool(self.connection.ask("widget", rank, content, buffers))
 
     def stop(self) -> None:
-        """Interrupt what runs."""
+        """Interrupt the running action."""
         self.connection.ask("stop")
 
     # ------------------------------------------------------------------------------------------------------- the end
@@ -219,10 +219,10 @@ class NamedExecutor:
 
 
 class KeeperEngine:
-    """The engine of a named session in a process that uses it: what it imports, the keeper's engine imports.
+    """The engine of a named session in the process that uses the session. Imports are passed on to the keeper's engine.
 
     Args:
-        send: Sends a message to the keeper.
+        send: The function that sends a message to the keeper.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:

@@ -18,24 +18,24 @@ _LONGEST_LINE = 60
 
 
 class SessionInfo(NamedTuple):
-    """A named session, as the table of all shows it."""
+    """A named session, as a row of the table."""
 
     name: str
     age: float
-    """Seconds since it was made; 0 where that is not known."""
+    """The age of the session in seconds; 0 if it is not known."""
     ranks: int
     state: str
-    """idle, running, not started, or why there are no ranks any more."""
+    """"idle", "running", "not started", or the reason why the ranks have ended."""
     runs: str
-    """The name of the function that runs."""
+    """The name of the running function."""
     memory: int
-    """Bytes that the ranks have for themselves."""
+    """The private memory of the ranks, in bytes."""
     line: str
     """The last line of output of rank 0."""
 
 
 class SessionTable(list[SessionInfo]):
-    """The named sessions, as a list that shows itself as a table."""
+    """A list of the named sessions that is displayed as a table."""
 
     def _rows(self) -> list[Sequence[str]]:
         return [
@@ -66,13 +66,14 @@ class SessionTable(list[SessionInfo]):
 
 @entry
 def sessions() -> SessionTable:
-    """Return the sessions of this user that were made with `name=` and not closed, as a list that is shown as a table.
+    """Return this user's sessions that were made with `name=` and have not been closed: a list that is displayed as a
+    table.
 
-    Each has a name, its age in seconds, the number of ranks, a state, the function that runs, the ranks' memory in
+    A session has a name, an age in seconds, a number of ranks, a state, the running function, the ranks' memory in
     bytes, and the last line of output. `nbdist.attach` takes the name.
 
     Raises:
-        PermissionError: Other users can get into the folder of the sessions.
+        PermissionError: Other users can access the folder of the sessions.
 
     Examples:
         >>> sessions()
@@ -102,7 +103,7 @@ def _describe(folder: SessionFolder) -> SessionInfo:
 
 
 def _why_over(folder: SessionFolder) -> str:
-    """Return why a session has no ranks any more."""
+    """Return the reason why the ranks of a session have ended."""
     last: Record | None = None
     for number in numbers(folder.path)[-1:]:
         with open(path(folder.path, number), "rb") as file:

@@ -18,12 +18,12 @@ from ..calls.outcomes import load, rebuild
 
 
 class Originals(Sequence[Any]):
-    """Objects that a call sent by number, for a process that has not made the call: its own of these names, or else
-    the ones that the call brought, which are read when one is asked for.
+    """The objects that a call sent by number, in a process that did not make the call: this process's own objects of
+    the same names, otherwise the objects of the call, which are read at their first use.
 
     Args:
-        names: Module and qualified name of each.
-        call: The pickle of the call and its buffers; empty where the journal does not have it.
+        names: The module and the qualified name of each object.
+        call: The pickle of the call and its buffers; empty if the journal lacks them.
     """
 
     def __init__(self, names: Sequence[tuple[str, str]], call: Sequence[Any]) -> None:
@@ -44,7 +44,7 @@ class Originals(Sequence[Any]):
         if not self._call:
             raise NbdistError(
                 f"the value refers to {', '.join(name for _, name in self._names)} of the notebook that made the call: "
-                f"run the cells here that define these"
+                f"run the cells that define them here, too"
             )
         keep: Keep = lambda key, namespace, name: name not in namespace  # noqa: E731
         pickled, *buffers = [memoryview(one) for one in self._call]
@@ -53,13 +53,13 @@ class Originals(Sequence[Any]):
 
 
 def value_of(record: Record, folder: str, originals: Sequence[Any], held: Callable[..., Any]) -> Any:
-    """Return what a rank has returned.
+    """Return the value of a rank.
 
     Args:
-        record: The record of it.
-        folder: Where the journal is.
-        originals: What the call sent by number.
-        held: Asks the keeper for what the disk had no room for, by call and rank.
+        record: The record of the value.
+        folder: The folder of the journal.
+        originals: The objects that the call sent by number.
+        held: A function that asks the keeper for a value that the disk had no room for, by call and rank.
     """
     head = record.head
     if head.get("held"):
@@ -68,7 +68,7 @@ def value_of(record: Record, folder: str, originals: Sequence[Any], held: Callab
         try:
             pickled, *views = mapped(os.path.join(folder, head["file"]), head["parts"])
         except FileNotFoundError:
-            raise NbdistError("the value was dropped for the values of later calls (keep=)") from None
+            raise NbdistError("the value was removed to make room for the values of later calls (keep=)") from None
     else:
         pickled, *views = [memoryview(one) for one in record.buffers]
     parcel = Parcel(bytes(pickled), [], [])
@@ -77,7 +77,7 @@ def value_of(record: Record, folder: str, originals: Sequence[Any], held: Callab
 
 
 def error_of(record: Record, originals: Sequence[Any]) -> BaseException:
-    """Return the exception that a call has raised."""
+    """Return the exception that a call raised."""
     head, buffers = record.head, record.buffers
     if "rank" in head:
         return _of_rank(head, buffers, originals)

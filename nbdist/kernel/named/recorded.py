@@ -1,4 +1,4 @@
-"""Calls in the journal of a named session: their values, and what they have shown."""
+"""Calls in the journal of a named session: their values and their output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .replaying import Relays, Replayer, follow
 
 
 def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> Any:
-    """Do what `Session.result` does."""
+    """Implement `Session.result`."""
     replayer = _recorded(executor, call)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     follow(replayer, executor.connection, deadline=deadline)
@@ -37,16 +37,16 @@ def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> 
 
 
 def replay(executor: NamedExecutor, call: int | None, output: str | None, lines: int | None) -> None:
-    """Do what `Session.replay` does."""
+    """Implement `Session.replay`."""
     replayer = _recorded(executor, call, Cell(), output, lines)
     replayer.replay()
     replayer.finish()
 
 
 def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFuture[Any] | None:
-    """Show the last call from its beginning on, and in the background what follows; None where it is over.
+    """Show the last call from its beginning, and the rest in the background. Return None if the call is over.
 
-    Calls that are made meanwhile wait for their turns of the `lock`.
+    Calls that are made meanwhile wait for their turns in `lock`.
     """
     if _find(executor.folder.path, None) is None:
         return None
@@ -94,7 +94,7 @@ def _recorded(
 
 
 def _find(folder: str, call: int | None) -> tuple[int, Mapping[str, Any]] | None:
-    """Return the file of the journal in which a call begins, and the head of its beginning."""
+    """Return the file of the journal in which a call begins, and the head of its first record."""
     for number in reversed(numbers(folder)):
         heads = [
             record.head

@@ -1,4 +1,4 @@
-"""Replays the journal of a named session in a cell: what was written is shown as if the ranks wrote it now."""
+"""The replay of a named session's journal in a cell: output is shown as if the ranks wrote it now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .connection import Connection, Wakeup
 
 
 class _Ranks:
-    """The ranks of a keeper, as far as a relay wants to know them."""
+    """The ranks of a keeper, with the attributes that a relay needs."""
 
     def __init__(
         self, count: int, deliver_widget_event: Callable[[int, dict[str, Any], Sequence[bytes]], bool]
@@ -29,17 +29,19 @@ class _Ranks:
         self.deliver_widget_event = deliver_widget_event
 
     def drain(self, rank: int, on_output: Any) -> None:
-        """All that a rank has written is in the journal."""
+        """Do nothing: the journal has all output of a rank."""
 
 
 class Relays:
-    """The relays through which the journal is replayed: a new one for each group of ranks, as their widgets are.
+    """The relays through which the journal is shown: a new one for each group of ranks, because each group has its own
+    widgets.
 
-    Attributes: `relay`, of the last group; `ranks`, how many it has.
+    Attributes: `relay`, the relay of the last group; `ranks`, the number of its ranks.
 
     Args:
-        deliver_widget_event: Passes a change of a widget in the page on, as `Ranks.deliver_widget_event` does.
-        between: As `Comms.between` has it.
+        deliver_widget_event: The function that passes on a change of a widget in the page, like
+            `Ranks.deliver_widget_event`.
+        between: The argument `between` of `Comms`.
     """
 
     def __init__(self, deliver_widget_event: Callable[..., bool], between: Callable[[], Any]) -> None:
@@ -48,7 +50,7 @@ class Relays:
         self.relay: Relay | None = None
 
     def enter(self, head: Any) -> bool:
-        """Have a relay for the ranks that a record names; return whether it is a new one."""
+        """Use a relay for the ranks that a record names; return whether it is a new one."""
         if not head["ranks"] or head["group"] == self._group:
             return False
         self._group, self.ranks = head["group"], head["ranks"]
@@ -58,23 +60,24 @@ class Relays:
         return True
 
     def close(self) -> None:
-        """Make pictures of the widgets of ranks that have ended."""
+        """Replace the widgets of ranks that have ended by pictures."""
         if self.relay is not None:
             self.relay.comms.close()
 
 
 class Replayer:
-    """A call, or another action, of a journal: its records are replayed in a cell until its end.
+    """A call, or another action, in a journal, whose records are shown in a cell up to its end.
 
-    Attributes: `head`, of its beginning; None before that. `buffers`, those that came with it. `values`, the records
-    of what ranks have returned. `raised`, the record of its exception. `over`, whether its end was seen.
+    Attributes: `head`, the head of its first record; None before this record was read. `buffers`, the buffers of that
+    record. `values`, the records of the ranks' values. `raised`, the record of its exception. `over`, whether its end
+    was read.
 
     Args:
-        relays: Where it is replayed.
-        reader: Reads the journal from before its beginning.
-        cell: Where it is shown. None: it is not shown.
-        is_own: Whether the head of a "begin" is its own.
-        output, lines: As for `Session`, in the place of what the call was made with.
+        relays: The relays to show it with.
+        reader: The reader of the journal, at a position before the first record of the action.
+        cell: The cell that shows the output. None: no output is shown.
+        is_own: A function that returns whether the head of a "begin" record belongs to this action.
+        output, lines: The options of `Session`, in place of the options of the call.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Replayer:
         self.raised: Record | None = None
         self.over = False
         self.prompt: Record | None = None
-        """The last question, if nothing has come since."""
+        """The last question of a rank, if no record has followed it."""
 
     @property
     def what(self) -> str:
@@ -103,11 +106,11 @@ class Replayer:
 
     @property
     def relay(self) -> Relay | None:
-        """The relay through which the output goes, if it is shown."""
+        """The relay that shows the output, if it is shown."""
         return None if self._cell is None else self._relays.relay
 
     def replay(self) -> None:
-        """Replay what there is."""
+        """Show the records that have arrived."""
         with deferred_interrupts():  # a record that was read and not shown would be lost
             for record in _joined(self._reader.read()):
                 self._take(record)
@@ -155,7 +158,7 @@ class Replayer:
         self.prompt = record if kind == "prompt" else None
 
     def finish(self) -> None:
-        """Show what is half written: nothing follows."""
+        """Show unfinished lines, because no more output follows."""
         if self.relay is not None:
             self.relay.flush()
             self.relay.comms.end_call()
@@ -172,14 +175,15 @@ def follow(
     asks: Callable[[Record], None] = lambda question: None,
     on_interrupt: Callable[[], None] | None = None,
 ) -> None:
-    """Replay a call until it ends, or its keeper does, or the `deadline` (of `time.monotonic`) is over.
+    """Show a call until its end, the end of its keeper, or the `deadline` (of `time.monotonic`).
 
     Args:
         replayer: The call.
-        connection: Gives what wakes it when there is more of it.
-        stop: Lets another thread interrupt it.
-        asks: Has the user answer a question of a rank.
-        on_interrupt: Passes an interrupt of the user, or of the other thread, on. None: it is raised.
+        connection: The source of wakeups when the journal has grown.
+        stop: The object by which another thread interrupts the call.
+        asks: A function that has the user answer a question of a rank.
+        on_interrupt: A function that passes on an interrupt, of the user or of the other thread. None: the interrupt is
+            raised.
     """
     page: Page | None = None
     with connection.wakeup() as wakeup:
@@ -208,7 +212,7 @@ def follow(
 
 
 def _wait(wakeup: Wakeup | None, stop: Stop | None, seconds: float) -> bool:
-    """Wait until the journal has grown; return whether the keeper lives. Raises `KeyboardInterrupt` for a stop."""
+    """Wait until the journal has grown; return whether the keeper lives. Raises `KeyboardInterrupt` after a stop."""
     assert wakeup is not None
     poll = select.poll()
     poll.register(wakeup, select.POLLIN)
@@ -223,7 +227,7 @@ def _wait(wakeup: Wakeup | None, stop: Stop | None, seconds: float) -> bool:
 
 
 def _joined(records: Iterable[Record]) -> Iterable[Record]:
-    """Yield records, with what a rank has written in several of them as one."""
+    """Yield records. Several records in a row with output of one rank are joined into one."""
     last: Record | None = None
     parts: list[Any] = []
     for record in records:

@@ -1,4 +1,4 @@
-"""Messages to a keeper: what a session is, and what is to be done with its ranks."""
+"""Messages to a keeper: the description of a session, and the actions of its ranks."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ class Spec(NamedTuple):
     idle: float
     engine: str | EngineOptions
     opened_by: Mapping[str, str]
-    """The variables that `Engine.lend` has returned."""
+    """The variables that were returned by `Engine.lend`."""
     origin: Origin | None
-    """The state of the process that makes the session; None where it is not known."""
+    """The state of the process that makes the session; None if it is not known."""
     executor: Mapping[str, Any]
     """Further arguments of `Executor`."""
     options: Mapping[str, Any]
-    """Arguments of `Session`, for those who attach."""
+    """The arguments of `Session`, for processes that attach."""
 
 
 class Action(NamedTuple):
-    """An action of a keeper's ranks: a call, or another one that takes turns with calls."""
+    """An action of a keeper's ranks: a call, or another action that is done in turn with calls."""
 
     kind: str
-    """call, debug, widget, empty_cache, or restart."""
+    """"call", "debug", "widget", "empty_cache", or "restart"."""
     what: str
     """The name of the function, or of the action."""
     asks: bool
-    """True if the client can have a line typed."""
+    """True if the client can ask its user for a line."""
     output: str = "rank0"
     lines: int | None = None
     values: Sequence[Any] = ()
-    """Arguments of an action that is no call; of a call there are:"""
+    """The arguments of an action. For a call, they are replaced by the following fields:"""
     header: Header | None = None
     seeds: tuple[int, int, int] | None = None
     targets: Sequence[int] | None = None
     everyone: bool = False
     once: bool = False
     originals: Sequence[tuple[str, str]] = ()
-    """Module and qualified name of each object that was sent by number."""
+    """The module and the qualified name of each object that was sent by number."""

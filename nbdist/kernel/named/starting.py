@@ -1,4 +1,4 @@
-"""Starts the keeper of a named session, or finds the one that there is."""
+"""The start of a named session's keeper, or the connection to a keeper that already runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FDS = 99
 
 
 def check_engine(name: str, engine: Any) -> None:
-    """Raise `ValueError` for an engine that cannot start ranks for another process than its own."""
+    """Raise `ValueError` for an engine that can start ranks only for its own process."""
     if not hasattr(engine, "origin"):
         raise ValueError(
             f"name must be None for ranks of {type(engine).__name__}, got {name!r}: it has no `origin`, which an "
@@ -35,10 +35,11 @@ def check_engine(name: str, engine: Any) -> None:
 
 
 def start(options: SessionOptions, layout: Layout, engine: Engine) -> tuple[NamedExecutor, KeeperEngine]:
-    """Start a keeper for a session with these options, and return what stands for its executor and engine here.
+    """Start a keeper for a session with these options, and return the executor and the engine of the session in this
+    process.
 
     Raises:
-        NbdistError: There is a session of this name, or its keeper could not start.
+        NbdistError: A session with this name exists, or its keeper could not start.
     """
     assert options.name is not None
     variables, lent = engine.lend()
@@ -61,7 +62,7 @@ def start(options: SessionOptions, layout: Layout, engine: Engine) -> tuple[Name
 
 
 def find(folder: SessionFolder) -> tuple[SessionOptions, NamedExecutor, KeeperEngine]:
-    """Return the options of the session of a folder, and its executor and engine; the keeper may have ended."""
+    """Return the options, the executor and the engine of a folder's session, whose keeper may have ended."""
     about = folder.about()
     layout = Layout(about.get("devices", ["cpu"]), "gloo", {}, None, {}, None)
     spec = Spec(layout, {}, "forkserver", 0, 0.0, "local", {}, None, SessionOptions().for_executor(), {})
@@ -74,7 +75,7 @@ def find(folder: SessionFolder) -> tuple[SessionOptions, NamedExecutor, KeeperEn
 
 
 class _NewKeeper:
-    """A keeper's process that does not know yet which session is its own. It ends with this process until then."""
+    """The process of a keeper that has no session yet. Until it gets one, it ends with this process."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -86,16 +87,16 @@ class _NewKeeper:
         register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child of this process: the keeper is not its own."""
+        """Forget the keeper in a child of this process: it belongs to the parent."""
         redirect_to_devnull(self._channel.fileno())
 
     def warm(self, modules: Sequence[str]) -> None:
-        """Have its fork server import modules, and torch."""
+        """Make the keeper's fork server import modules, and torch."""
         self._channel.send(("warm", list(modules), kernel_shell() is not None))
 
     def keep(self, name: str, spec: Spec, lent: Sequence[int]) -> None:
-        """Have it keep a session, and hold the descriptors `lent`. Raises `NbdistError` where it cannot, `OSError` or
-        `EOFError` where it is gone."""
+        """Make the keeper hold a session, and the descriptors `lent`. Raises `NbdistError` if it cannot, and `OSError`
+        or `EOFError` if it has ended."""
         self._process.wait()  # it has forked the keeper
         with contextlib.closing(self._channel.sock):
             for start in range(0, len(lent), _FDS):
@@ -111,7 +112,7 @@ _ready: list[_NewKeeper] = []
 
 
 def warm(modules: Sequence[str]) -> None:
-    """Have a keeper ready for the next session with a name, with torch and these modules imported. Returns at once."""
+    """Prepare a keeper for the next session with a name, with torch and these modules imported. Returns at once."""
     if not _ready:
         _ready.append(_NewKeeper())
     try:
@@ -122,7 +123,7 @@ def warm(modules: Sequence[str]) -> None:
 
 
 def _start_keeper(folder: SessionFolder, spec: Spec, lent: Sequence[int]) -> None:
-    """Start the keeper of a session. Raises `NbdistError` where there is a session of this name."""
+    """Start the keeper of a session. Raises `NbdistError` if a session with this name exists."""
     try:
         folder.make()
     except FileExistsError:

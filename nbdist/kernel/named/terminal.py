@@ -12,7 +12,7 @@ from .listing import sessions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a command line; return the exit status."""
+    """Run a command line; return the exit status."""
     parser = argparse.ArgumentParser("python -m nbdist", description="Named sessions of nbdist.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     commands.add_parser("sessions", help="list the sessions")
@@ -51,7 +51,7 @@ def _carry_out(command: str, name: str) -> int:
 
 
 def _attach(name: str) -> int:
-    """Show a session's last call until its end; return 1 if that has failed."""
+    """Show the last call of a session until its end; return 1 if the call has failed."""
     session = attach(name)
     try:
         session.result()

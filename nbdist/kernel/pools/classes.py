@@ -1,6 +1,7 @@
 """The classes by which a context of `multiprocessing`, or of `multiprocess`, uses the warm server.
 
-Each is put before the library's own class, from which it inherits the rest: `make` does that for one library.
+Each class is a subclass of the library's own class, from which it inherits the rest. `make` builds all of them for one
+library.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ def context(package: str = "multiprocess") -> Any:
             `concurrent.futures.ProcessPoolExecutor(mp_context=...)` take.
 
     Raises:
-        ValueError: For another package.
+        ValueError: `package` is another package.
         NbdistError: `multiprocess` is not installed.
-        NotImplementedError: On Windows.
+        NotImplementedError: The system is Windows.
 
     Examples:
         >>> scale = 10

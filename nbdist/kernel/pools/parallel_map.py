@@ -59,7 +59,7 @@ def parallel_map(
     progress: bool = True,
     chunk: int | None = None,
 ) -> list[R]:
-    """`list(map(fn, items))`, on all cores.
+    """Return `list(map(fn, items))`, computed on all cores.
 
     The workers are fresh processes from the fork server, or on the cluster of `nbdist.use`. Functions, classes and
     variables of the notebook that `fn` uses are sent once; big arrays, tensors and frames are shared and not copied.
@@ -69,22 +69,22 @@ def parallel_map(
         fn: A function of one argument: of the notebook, of a script, or of a package.
         items: The items. Each is the argument of a call.
         more: Further iterables, for a function of several arguments: each call gets an item of each iterable, as with
-            `map`, until the shortest ends. A whole number in the last place is `workers`.
+            `map`, until the shortest ends. An integer as the last argument is `workers`.
         workers: The number of processes. None: one for each core that this process may use; on a cluster, a number is
             needed.
             0 calls `fn` in this process, for `%debug` and breakpoints.
         imports: Import statements, executed in each worker's `__main__` before `fn`.
-        need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
-        progress: Whether to show a bar, where tqdm is installed.
-        chunk: The number of items that a worker is sent at once. None: enough for some hundredths of a second of work.
+        need: Further names of notebook variables to send: a string, a list, or a mapping name → value.
+        progress: Whether to show a progress bar, if tqdm is installed.
+        chunk: The number of items that a worker gets at once. None: as many as take some hundredths of a second.
 
     Returns:
-        What `fn` returned, in the order of the items.
+        The values of `fn`, in the order of the items.
 
     Raises:
-        TypeError, ValueError, NameError, CaptureError: For arguments that make no sense, unknown names, and objects
-            that cannot be pickled.
-        WorkerDied: When a worker's process ends without an answer; it says at which item.
+        TypeError, ValueError, NameError, CaptureError: An argument is invalid, a name is unknown, or an object cannot
+            be pickled.
+        WorkerDied: A worker's process has ended without an answer. The error names the item.
         BaseException: The exception of `fn`; the cause is the traceback in the worker, with the item.
 
     Examples:

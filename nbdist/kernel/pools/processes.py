@@ -35,32 +35,33 @@ class Role:
     """The purpose of a process: a process by itself, or a worker of a pool."""
 
     cell: Cell
-    """The cell that its output goes to."""
+    """The cell that shows the output of the process."""
     processes: int = 1
     """The number of processes of its kind, which share the cores."""
     worker: bool = False
     """True if it works for a pool."""
     owner: Callable[[], Any] | None = None
-    """Gives that pool, as long as it is there."""
+    """Returns the pool for which the process works, as long as the pool exists."""
     functions: Mapping[int, Call] = field(default_factory=dict)
-    """Functions that it may ask for, by number."""
+    """The functions that the process may request, by number."""
     busy: Callable[[], bool] = lambda: True
-    """Returns True if an interrupt of the notebook concerns it."""
+    """Returns True if an interrupt of the notebook is meant for the process, too."""
     on_exit: Callable[[Running], None] = lambda running: None
-    """Called when it has ended."""
+    """Called when the process has ended."""
 
 
 class Running:
     """A process of a context, from its fork to its end.
 
-    Attributes: `sentinel`, a descriptor that is readable when it has ended and `status` is known; `returned`, whether
-    a pool's worker has ended because it was done; `asked_to_end`, whether it was sent a signal from here.
+    Attributes: `sentinel`, a descriptor that is readable when the process has ended and `status` is known; `returned`,
+    whether a worker of a pool ended because its work was done; `asked_to_end`, whether this process has sent it a
+    signal.
 
     Args:
-        name: As the library calls it.
-        modules: Modules that it will import.
+        name: The name of the process in the library.
+        modules: The modules that the process will import.
         role: The purpose of the process.
-        on_exit: Called when it has ended.
+        on_exit: A function that is called when the process has ended.
     """
 
     def __init__(self, name: str, modules: Iterable[str], *, role: Role, on_exit: Callable[[Running], None]) -> None:
@@ -108,14 +109,14 @@ class Running:
             self._ranks.send(0, message, **parts)
 
     def signal(self, signum: int) -> None:
-        """Send it a signal, if it lives."""
+        """Send the process a signal, if it lives."""
         self._started.wait()
         with self._lock:
             if self.status is None:
                 self._ranks.signal(0, signum)
 
     def kill(self) -> None:
-        """End it, on purpose."""
+        """End the process, on purpose."""
         self.asked_to_end = True
         self.signal(signal.SIGKILL)
 

@@ -34,9 +34,9 @@ class Starter:
     def __init__(self, library: str) -> None:
         self.library = library
         self.roles: weakref.WeakKeyDictionary[Any, Role] = weakref.WeakKeyDictionary()
-        """Roles of `Process` objects that are to work for a pool."""
+        """The roles of `Process` objects that will work for a pool."""
         self.deaths = 0
-        """Processes that have not ended by themselves, so far."""
+        """The processes that have not ended by themselves so far."""
         self._cache = SentCache()
         self._left = 0  # processes that run
         self._capturing = threading.RLock()  # pools start processes in a thread of theirs
@@ -88,7 +88,7 @@ class Starter:
 
     def _preparation(self, name: str) -> dict[str, Any]:
         """Return the argument of the library's `spawn.prepare`. It has no `__main__`, because functions are sent by
-        value without the notebook's file, and no start method, because processes of the process are forked."""
+        value without the notebook's file. It has no start method, because the process forks its own processes."""
         process, util = (importlib.import_module(f"{self.library}.{part}") for part in ("process", "util"))
         preparation = {
             "name": name,
@@ -120,8 +120,8 @@ class Starter:
 def _seeds(number: int) -> tuple[int, int, int]:
     """Return seeds for `random`, NumPy and torch in the process with this number.
 
-    They depend on the notebook's random state, and do not change it: results of a notebook must not depend on the
-    number of a loader's workers.
+    The seeds depend on the notebook's random state but do not change it, because results of a notebook must not depend
+    on the number of a loader's workers.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     for_random = abs(hash(random.getstate()))

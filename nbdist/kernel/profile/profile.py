@@ -24,7 +24,7 @@ _WIDTH, _ROW, _LEFT = 720, 22, 70
 class Profile:
     """The time of a call's steps by rank and kind of work; a notebook shows it as a picture.
 
-    Attributes: `value`, what the function returned on the first of the ranks; `steps`, a list of
+    Attributes: `value`, the value of the function on the first of the ranks; `steps`, a list of
     `nbdist.kernel.profile.timeline.Step`.
     """
 
@@ -67,7 +67,7 @@ class Profile:
         slow = max(waited, key=lambda other: waited[other])
         said = f"rank {rank} waited {shares[rank]['waiting']:.0%} of the time"
         if waited[slow] < 0.5 * sum(waited.values()):
-            return f"{said} for the others, for none of them more than for the rest"
+            return f"{said} for other ranks, none of which is slower than the rest"
         own = [step for step in self.steps if step.rank == slow]
         more = {kind: shares[slow][kind] - shares[rank][kind] for kind in ("loader", "compute")}
         kind = max(more, key=lambda kind: more[kind])
@@ -80,7 +80,7 @@ class Profile:
         """Write the traces of all ranks to one file, for https://ui.perfetto.dev or chrome://tracing.
 
         Args:
-            path: A file whose name ends in `.json`, or in `.json.gz`, which both open as well.
+            path: A file whose name ends in `.json` or `.json.gz`. Both programs open both.
         """
         path = Path(path)
         text = json.dumps(chrome_trace(self._traces)).encode()

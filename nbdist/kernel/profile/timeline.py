@@ -41,7 +41,7 @@ class Step:
     """Seconds since the first step of any rank began."""
     seconds: float
     parts: Mapping[str, float]
-    """Seconds by kind; together they are the step's."""
+    """Seconds by kind. Their sum is the time of the step."""
     waited_for: Mapping[int, float]
     """Seconds of waiting by the rank that was waited for."""
 
@@ -51,7 +51,7 @@ class Trace:
 
     Args:
         compressed: The trace that `rank.profiling.run` returns.
-        whole: The number of complete steps. What comes after these counts only where there is nothing else.
+        whole: The number of complete steps. The events after them are used only if there is no complete step.
     """
 
     def __init__(self, compressed: bytes, whole: int) -> None:

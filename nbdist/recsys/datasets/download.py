@@ -22,7 +22,7 @@ from typing import BinaryIO
 TIMEOUT = 20.0
 """Seconds that one network operation may take."""
 ATTEMPTS = 5
-"""Number of times that a call goes on with a download that breaks off, and seconds between:"""
+"""The number of times that a call continues a download that broke off, and the seconds between:"""
 PAUSE = 2.0
 
 

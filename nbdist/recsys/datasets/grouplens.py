@@ -25,19 +25,19 @@ class Edition:
     """A set that GroupLens publishes."""
 
     folder: str
-    """The folder in the archive."""
+    """The name of the folder in the archive."""
     md5: str | None
     """The archive's checksum, as GroupLens publishes it (`_URL` + ".md5"). None: the archive is replaced at times."""
     users: int
     movies: int
-    """Number of movies that have ratings."""
+    """The number of movies that have ratings."""
     ratings: int
     files: tuple[str, str]
     """The files with the ratings and with the movies."""
     read: Callable[[Path, Path], tuple[pl.DataFrame, pl.DataFrame]]
-    """Makes frames of those."""
+    """The function that makes frames of these files."""
     archive: str = ""
-    """The archive's name, where it differs from the folder's."""
+    """The archive's name, if it is not the folder's."""
 
 
 def movielens(
@@ -61,16 +61,16 @@ def movielens(
         name: "100k", "1m", "10m", "20m", "25m", "32m" or "latest-small".
         path: The unpacked folder, or a folder that contains it.
         download: False never uses the network.
-        synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
-            warning that says so.
+        synthetic: Whether to return `synthetic_ratings` of the same size, with a warning, if the server cannot be
+            reached.
         url: The address of the download. None: from GroupLens. It must have GroupLens's checksum.
 
     Raises:
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or there is no source and `download` is False.
         ConnectionError: The server cannot be reached, or the download broke off several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
-        ValueError: A file has another format, or the set has another number of ratings (of a folder that
-            is named: more than that); the message names the file.
+        ValueError: A file has another format, or another number of ratings than the set (for a folder of `path`: more
+            ratings). The message names the file.
 
     Examples:
         >>> from nbdist.recsys.datasets import movielens
@@ -130,7 +130,8 @@ def _fastai_data() -> Path:
 
 
 def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Read ratings and movies, and check that they are complete; with `part`, that there are not too many."""
+    """Read ratings and movies, and check that they are complete. With `part`, check only that there are not too
+    many."""
     edition = EDITIONS[name]
     data, item = (folder / file for file in edition.files)
     frame, movies = edition.read(data, item)

@@ -19,7 +19,7 @@ def synthetic_sequences(
     Args:
         n_users: The number of users, who are numbered from 1.
         n_items: The number of items, which are numbered from 1.
-        length: Items of each history; longer than `n_items`, it goes round again.
+        length: The number of items of each history. If it is larger than `n_items`, the cycle begins again.
         habits: The number of habits.
         seed: Equal seeds give equal histories.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .ratings import GENRES, SCHEMA, Ratings
 
 _BLOCK = 1 << 18
-"""Ratings, or keys, that are made at a time: what working memory is in proportion to."""
+"""The number of ratings, or keys, that are made at a time. The working memory is proportional to it."""
 
 _Floats = NDArray[np.float64]
 _Integers = NDArray[np.int64]
@@ -51,7 +51,9 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
         raise ValueError(f"n_users and n_items must be positive, got {n_users} and {n_items}")
     most = max(n_users, n_items)
     if not most <= n_ratings <= n_users * n_items:
-        raise ValueError(f"n_ratings must be in {most}..{n_users * n_items} to cover all, got {n_ratings}")
+        raise ValueError(
+            f"n_ratings must be in {most}..{n_users * n_items} to cover all users and items, got {n_ratings}"
+        )
     rng = np.random.default_rng(seed)
     rate = rng.permutation(_popularity(n_users, n_items, n_ratings))
     pairs = _pairs(rate, n_users, n_ratings, rng)
@@ -212,9 +214,10 @@ class MultiSlot(NamedTuple):
     """
 
     keys: NDArray[np.int32]
-    """Shape (samples, slots, keys per slot), each in 0 .. vocabulary - 1; each slot has keys of its own, descending."""
+    """The keys, shape (samples, slots, keys per slot), each from 0 to vocabulary - 1. Each slot has its own keys, in
+    descending order."""
     labels: NDArray[np.float32]
-    """0 or 1, shape (samples,)."""
+    """The labels, 0 or 1, shape (samples,)."""
 
 
 def synthetic_multislot(

@@ -13,9 +13,9 @@ class DirectTable:
     """Columns with a row for every integer from the smallest to the largest key."""
 
     low: int
-    """The least key."""
+    """The smallest key."""
     columns: pl.DataFrame
-    """Row i belongs to the key ``low + i``; nulls where there is no such key."""
+    """Row i belongs to the key ``low + i``. Rows of missing keys are null."""
 
     @classmethod
     def of(cls, keys: pl.Series, columns: pl.DataFrame) -> DirectTable | None:

@@ -16,9 +16,9 @@ class Graph:
     """Steps, and the columns that go from one to the next. A notebook shows it as a picture."""
 
     nodes: tuple[tuple[str, str], ...]
-    """Name and text of each step, and of each column that goes in or out."""
+    """The name and the text of each step, and of each column at the beginning or the end."""
     edges: tuple[tuple[str, str, str], ...]
-    """From which node, to which, and the columns."""
+    """The source node, the target node, and the columns between them."""
 
     @property
     def mermaid(self) -> str:
@@ -35,7 +35,7 @@ class Graph:
         return "\n".join(["digraph {", "  rankdir=LR; node [shape=box];", *nodes, *edges, "}"])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """Return SVG, if the program `dot` is there, and text that JupyterLab draws."""
+        """Return SVG, if the program `dot` is installed, and text that JupyterLab draws."""
         found = {"text/plain": self.mermaid, "text/vnd.mermaid": self.mermaid}
         if program := shutil.which("dot"):
             found["image/svg+xml"] = subprocess.run(
@@ -45,7 +45,7 @@ class Graph:
 
 
 def graph(steps: Sequence[Step], outputs: Collection[str]) -> Graph:
-    """Return the graph of steps; without outputs, as before `fit`, it ends with the steps."""
+    """Return the graph of the steps. If the outputs are unknown, as before `fit`, it ends with the steps."""
     nodes: list[tuple[str, str]] = []
     edges: dict[tuple[str, str], list[str]] = {}
     made: dict[str, str] = {}  # column → the node that it comes from

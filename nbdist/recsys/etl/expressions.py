@@ -23,7 +23,7 @@ def check(expression: Any, where: str) -> None:
         raise TypeError(f"{where}: {expression!r} is a {type(expression).__name__}, not a polars expression")
     nodes = [node for node in _nodes(to_json(expression, where)) if isinstance(node, dict)]
     if any(RANDOM & node.keys() for node in nodes):
-        raise ValueError(f"{where}: {expression} is random: it would be something else each time")
+        raise ValueError(f"{where}: {expression} is random: its result would differ each time")
     if any(SELECTING & node.keys() for node in nodes) or expression.meta.has_multiple_outputs():
         raise ValueError(f"{where}: {expression} names its columns by a pattern: name each of them")
 
@@ -38,15 +38,15 @@ def check_rows(expression: pl.Expr, schema: pl.Schema, where: str) -> None:
     """
     if any(_gives_physical(node, schema) for node in _nodes(to_json(expression, where))):
         raise ValueError(
-            f"{where}: {expression} takes the physical numbers of a Categorical, which are others in each process: "
-            "Categorify gives codes that stay, and an Enum has physical numbers that do"
+            f"{where}: {expression} uses the physical numbers of a Categorical, which differ between processes: use "
+            "the codes of Categorify, or an Enum, whose numbers are fixed"
         )
     frame = pl.LazyFrame(schema=schema).with_columns(expression.alias("it"))
     try:
         if frame.slice(1, 1).explain().startswith("SLICE"):
             raise ValueError(
                 f"{where}: {expression} is not computed row by row: rows are read some at a time and by several ranks, "
-                "so that it would be something else each time"
+                "so that its result would differ each time"
             )
         frame.collect()
     except pl.exceptions.PolarsError as error:

@@ -28,7 +28,7 @@ class Fingerprint:
         self._sums = [0, 0]
 
     def add(self, rows: pl.DataFrame) -> None:
-        """Add rows, whose columns, and `ROW`, are called as `key` calls them."""
+        """Add rows. Their columns, and `ROW`, have the names that `key` returns."""
         found = rows.select(hash=pl.col(key(ROW)).cast(pl.UInt64))
         for name in map(key, self.columns):  # step by step: a hash as an expression is eight times what it is of
             found = found.with_columns(_hash(rows[name]).alias("other")).select(
@@ -44,8 +44,8 @@ class Fingerprint:
 
 
 def _hash(column: pl.Series) -> pl.Series:
-    """Return the hash of each value, uint64: of a float its bits, with one hash for 0.0 and -0.0, and one for null and
-    NaN."""
+    """Return the hash of each value, uint64. A float is hashed by its bits, with one hash for 0.0 and -0.0, and one for
+    null and NaN."""
     if column.dtype.is_float():
         values = column.cast(pl.Float64).fill_nan(None) + 0.0
         bits = pl.Series(np.ascontiguousarray(values.fill_null(0.0).to_numpy()).view(np.uint64))

@@ -28,13 +28,13 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
         where: The start of error messages.
 
     Raises:
-        ValueError: A column is missing, or its type cannot stand for the type in `fit`; or, when the rows are read, a
+        ValueError: A column is missing, or its type cannot replace the type in `fit`; or, when the rows are read, a
             float is not a whole number. The error names the column.
     """
     found = []
     for name, kind in needs.items():
         if name not in schema:
-            raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
+            raise ValueError(f"{where}: there is no column {name!r}; the columns are {', '.join(map(repr, schema))}")
         dtype = schema[name]
         if type_name(dtype) == kind:
             continue
@@ -78,7 +78,7 @@ def type_of(kind: str) -> pl.DataType | None:
 
 
 def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
-    """Return the type to cast to, or `dtype` itself; None if one cannot stand for the other."""
+    """Return the type to cast to, or `dtype` itself; None if it cannot replace the other type."""
     if isinstance(dtype, pl.List) and kind.startswith("list[") and isinstance(dtype.inner, pl.DataType):
         inner = _cast(dtype.inner, kind[len("list[") : -1])
         return None if inner is None else pl.List(inner)

@@ -32,13 +32,13 @@ def sequences(
 
     Args:
         rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
-        *columns: Columns to make lists of, such as the movie.
-        by: The column of users, or several whose values together are a user.
-        time: The column that rows are ordered by.
-        length: The number of last rows of a user that count. None: all.
+        *columns: The columns to make lists of, such as the movie.
+        by: The column of users. Several columns: each combination of their values is a user.
+        time: The column by which rows are ordered.
+        length: The number of last rows of each user in the lists. None: all.
 
     Raises:
-        ValueError: There is no such column, or none is named; or a length below 1.
+        ValueError: A column is missing or none is named, or `length` is below 1.
 
     Examples:
         >>> import polars as pl
@@ -72,14 +72,14 @@ def with_history(
 
     Args:
         rows: As for `sequences`.
-        column: Columns to make lists of, such as the movie.
-        by: The column of users, or several whose values together are a user.
-        time: The column that rows are ordered by.
-        length: The number of last rows that count.
+        column: The columns to make lists of, such as the movie.
+        by: The column of users. Several columns: each combination of their values is a user.
+        time: The column by which rows are ordered.
+        length: The largest number of earlier rows in a list.
         name: The name of the new column.
 
     Raises:
-        ValueError: There is no such column, or `name` is one already; or a length below 1.
+        ValueError: A column is missing, a column with the name `name` exists, or `length` is below 1.
 
     Examples:
         >>> import polars as pl
@@ -132,20 +132,22 @@ def write_history(
         source: As for `Workflow.fit`.
         folder: The folder to write, which all ranks must see. It appears when all files are complete.
         column, by, time, length, name: As for `with_history`.
-        num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
-        row_group_size: Rows per row group.
+        num_files: The number of files. If there are fewer rows, each row gets a file. The files differ by at most one
+            row.
+        row_group_size: The number of rows in a row group.
         compression: The compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
         overwrite: Whether to replace a folder of such files.
-        memory_bytes: Bytes that a rank may use for rows. The rows of one user, without their histories, have to fit.
-        progress: Whether to show a progress bar; in ranks, rank 0 shows one.
+        memory_bytes: The number of bytes that a rank may use for rows. The rows of one user, without their histories,
+            must fit.
+        progress: Whether to show a progress bar. On several ranks, rank 0 shows it.
 
     Returns:
         The files, in order.
 
     Raises:
-        FileExistsError: `folder` is there, or is being written by another process.
+        FileExistsError: `folder` exists, or another process is writing it.
         FileNotFoundError, ValueError: A file or column is missing, a file has another schema than the first, or there
-            are no rows; the error names file and column. Further as for `with_history`.
+            are no rows; the error names file and column. Also the errors of `with_history`.
 
     Examples:
         >>> import polars as pl

@@ -24,11 +24,11 @@ from ..io.row_groups import RowGroup, slice_groups
 from ..io.storage import Found, Paths
 
 _Slice: TypeAlias = Callable[[int, int], pl.LazyFrame]
-"""Rows of a file, or a frame, by the first of them and their number."""
+"""The rows of a file, or a frame, given by the first row and the number of rows."""
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _CHUNK = 1 << 26  # bytes that go to other machines at a time
 Source: TypeAlias = Paths | Tabular
-"""The source of rows: names of files, or what `frame_of` takes."""
+"""The source of rows: names of files, or any frame that `frame_of` takes."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Reading:
     """Options for reading rows."""
 
     size: int
-    """Rows to have in memory at a time."""
+    """The number of rows in memory at a time."""
     engine: Any
-    """Polars' engine for what is on disk."""
+    """The polars engine for files on disk."""
     progress: bool
-    """True if rank 0 shows bars."""
+    """True if rank 0 shows progress bars."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Part:
     """Consecutive rows of an input."""
 
     slice: _Slice
-    """Rows of the file, or the frame, that the part is in, by first row and number."""
+    """The file or frame of the part, with its first row and its number of rows."""
     where: str
     start: int
-    """The first of them, counted in that."""
+    """The number of the first row of the part in this file or frame."""
     first: int
-    """The first of them, counted in the whole input."""
+    """The number of the first row of the part in the whole input."""
     rows: int
 
     def scan(self) -> pl.LazyFrame:
@@ -72,7 +72,7 @@ class Part:
         """Read some columns of the rows, in order; raise `ValueError` if they cannot be read, or have changed."""
         (rows,) = self.collect([self.scan().select(columns)], engine)
         if rows.height != self.rows:
-            raise ValueError(f"{self}: there were more rows when it was first looked at")
+            raise ValueError(f"{self}: it had more rows when it was first read")
         return rows
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Input:
         return cls(pl.Schema(types), slices, [str(path) for path in found.paths], found.groups)
 
     def derived(self, change: Callable[[pl.LazyFrame], pl.LazyFrame]) -> Input:
-        """Apply `change` to the rows, each by itself and in order."""
+        """Apply `change` to the rows. It changes each row by itself, and keeps their order."""
 
         def changed(slice: _Slice) -> _Slice:
             return lambda start, rows: change(slice(start, rows))
@@ -172,7 +172,8 @@ class Input:
         return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
 
     def with_columns(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
-        """Add columns that are computed from other rows, too; a shift n is the n-th row before, or, below 0, after."""
+        """Add columns that are computed from other rows. Shift n refers to the n-th row before, or, below 0, the row
+        after."""
         before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
 
         def more_of(offset: int) -> _Slice:
@@ -279,7 +280,8 @@ def opened(source: Source) -> Iterator[Input]:
 
 
 def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
-    """Return a file of rank 0, or its copy on this rank's machine; the copies are removed with `stack`."""
+    """Return the path of a file of rank 0, or of its copy on this rank's machine. The copies are removed with
+    `stack`."""
     machine, sees = os.environ.get("NODE_RANK", "0"), os.path.exists(path)
     everyone = ranks.all_gather((machine, sees))
     # Machine → the first rank there that has to write a copy, for itself and its neighbours.

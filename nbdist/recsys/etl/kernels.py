@@ -18,9 +18,9 @@ class Kernel:
     takes: Sequence[str]
     makes: Sequence[str]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Its keyword arguments, as JSON has them;"""
+    """The keyword arguments of the function that are plain JSON;"""
     arrays: Mapping[str, Sequence[pl.Series]] = field(default_factory=dict)
-    """and those that are lists of columns of any length, such as a vocabulary."""
+    """and the arguments that are lists of columns of any length, such as a vocabulary."""
 
 
 def lookup(

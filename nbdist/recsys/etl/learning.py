@@ -17,11 +17,11 @@ from .pipeline import needed, pipeline, uses_row_numbers
 def learn(
     steps: Sequence[Step], schemas: Sequence[pl.Schema], given: Input, reading: Reading, previous: State
 ) -> tuple[State, int]:
-    """Fit the steps, with the same result on all ranks; and count the rows that no `Filter` has left out.
+    """Fit the steps, with the same result on all ranks, and count the rows that no `Filter` has removed.
 
     Args:
         schemas: The columns before each of the steps.
-        given: The rows; they are read once for each step that learns.
+        given: The rows. They are read once for each step that learns.
         previous: The earlier state.
     """
     state = State()
@@ -37,11 +37,11 @@ def learn(
 
 @dataclass(frozen=True)
 class _Rows(TrainingRows):
-    """Rows of an input after further steps that are not part of it yet."""
+    """The rows of an input after further steps, which are applied when the rows are read."""
 
     given: Input
     state: State
-    """The steps' state."""
+    """The learned state of the steps."""
     reading: Reading
 
     def read(self, what: str, queries: Sequence[Query]) -> Iterator[list[pl.DataFrame]]:
@@ -68,11 +68,11 @@ def with_rows(
     reading: Reading,
     fitting: bool = False,
 ) -> Input:
-    """Return the rows after `steps`, none of them a `RowStep`, and then `step`; all ranks must call it.
+    """Return the rows after `steps` and `step`. None of `steps` is a `RowStep`. All ranks must call it.
 
     Args:
         columns: The columns that must exist before `step`.
-        training: Whether the rows are those that the steps are fitted to.
+        training: Whether these are the rows that the steps were fitted to.
         fitting: Whether the steps are being fitted now, so that the rows need not be compared.
     """
     if steps:
@@ -83,7 +83,7 @@ def with_rows(
 
 
 def numbered(given: Input, steps: Sequence[Step], state: State, columns: Sequence[str], reading: Reading) -> Input:
-    """Return the rows to which some steps were fitted, with the column `ROW`; all ranks must call it.
+    """Return the rows that some steps were fitted to, with the column `ROW`. All ranks must call it.
 
     Args:
         columns: The columns that must exist after the steps.

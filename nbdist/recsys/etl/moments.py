@@ -17,11 +17,11 @@ import polars as pl
 from .. import ranks
 
 VALUE = "value"
-"""Name of the column whose values are added up."""
+"""The name of the column whose values are added up."""
 ROWS, COUNT, SUM, SQUARES, LEAST, MOST = "rows", "count", "sum", "squares", "least", "most"
-"""Columns of a table, without its keys: rows; those with a value; their sum, the sum of the squared distances from
-their mean (null where it is not needed), the least and the greatest. The names of columns are kept away from them by
-`key`."""
+"""The columns of a table besides its keys: the number of rows; the number of rows with a value; the sum of the values,
+the sum of squared distances from their mean (null if it is not needed), the smallest and the largest value. `key`
+changes names of keys so that they never equal these."""
 _EXPONENT, _HIGH, _LOW, _NUMBER = "exponent", "high", "low", "number"
 _WINDOW = 8  # exponents that are added up together
 _LOW_BITS = 30  # so that neither half of a value overflows in 2**33 rows
@@ -33,9 +33,9 @@ class Aggregate:
     """An aggregate to compute: a column, and the keys whose combinations it is computed for."""
 
     keys: tuple[str, ...]
-    """Empty: all rows together."""
+    """The keys. Empty: one aggregate over all rows."""
     column: str | None
-    """None: only rows are counted."""
+    """The column. None: only rows are counted."""
     squares: bool = False
     """True if the squared distances from the mean are needed; they take another pass over the rows."""
 
@@ -56,7 +56,7 @@ def columns_of(keys: Sequence[str]) -> dict[str, pl.DataType | None]:
 
 
 def known(column: pl.Expr) -> pl.Expr:
-    """Return the values to use, as float64: null instead of null, NaN, and values beyond 1e150 in size."""
+    """Return the values to use, as float64. Nulls, NaN, and values beyond 1e150 in size become null."""
     values = column.cast(pl.Float64)
     return pl.when(values.abs() <= _LARGEST).then(values)
 
@@ -141,7 +141,7 @@ class Sums:
 
 
 def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """Return the keys of rows, and as `VALUE` the squared distance from the mean that `table` has for the keys."""
+    """Return the keys of rows, and, as `VALUE`, the squared distance from the mean of their key in `table`."""
     names = [key(name) for name in keys]
     means = table.select(*names, mean().alias("mean"))
     joined = rows.join(means, on=names, how="left", nulls_equal=True) if names else rows.join(means, how="cross")
@@ -168,7 +168,7 @@ def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
 def overall(table: pl.DataFrame) -> dict[str, float]:
     """Return the statistics of all rows of a table together: `mean`, `std`, `var`, `min`, `max`; 0 for an empty table.
 
-    They are sample statistics: var divides by the number of values minus one, and is 0 for a single value.
+    They are sample statistics: the variance divides by the number of values minus one, and is 0 for a single value.
     """
     table = table.filter(pl.col(COUNT) > 0)
     count = int(table[COUNT].sum())

@@ -26,7 +26,7 @@ _THREADS = 2  # half of the work is not polars', and done on one core
 _CHUNK = 1 << 16  # rows
 _Task = TypeVar("_Task")
 _Progress = Callable[[int], object]
-"""Called with a number of rows that are done."""
+"""A function that is called with the number of rows that are done."""
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
 
 
@@ -36,9 +36,9 @@ class OutputFiles:
 
     num_files: int
     row_group_size: int
-    """Rows per row group."""
+    """The number of rows in a row group."""
     compression: str
-    """A name of `COMPRESSIONS`."""
+    """The compression, one of `COMPRESSIONS`."""
     seed: int | None
     """The seed of the rows' order. None: rows stay in the order of the input."""
 
@@ -63,7 +63,7 @@ class Bucket(NamedTuple):
 
     file: int
     start: int
-    """Position in the whole output of the first of them."""
+    """The position of the first row in the whole output."""
     stop: int
 
 
@@ -83,12 +83,12 @@ def write(
     Args:
         given: The rows.
         columns: The needed columns.
-        apply: Function from input rows to output rows, in the same order.
-        scratch: A folder, with ``whole`` in it, that all ranks see.
+        apply: The function from input rows to output rows, in the same order.
+        scratch: A folder that contains ``whole`` and that all ranks can reach.
         size: The number of rows in memory at a time.
         whole: Whether all rows of the input may be in memory, in addition to `size` rows.
         engine: Polars' engine for files on disk.
-        progress: Whether rank 0 shows bars.
+        progress: Whether rank 0 shows progress bars.
     """
     buckets = divide(given.rows, files.num_files, files.row_group_size, size)
     if files.seed is None:
@@ -123,7 +123,8 @@ def write(
 def write_buckets(
     rows_of: Callable[[int], pl.DataFrame], buckets: Sequence[Bucket], files: OutputFiles, scratch: Path, progress: bool
 ) -> None:
-    """Write this rank's share of the files, to ``scratch/whole``, of the rows of each bucket, by its number."""
+    """Write this rank's share of the files to ``scratch/whole``. `rows` returns the rows of a bucket, given its
+    number."""
     mine = range(ranks.rank(), files.num_files, ranks.world_size())
 
     def write_file(file: int, progress: _Progress) -> None:
@@ -139,8 +140,8 @@ def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket
 
     Args:
         rows: The number of rows of the output. The sizes of files differ by at most one row.
-        row_group_size: A bucket ends where a row group does.
-        size: Rows that a bucket may have; one row group at least.
+        row_group_size: The number of rows of a row group. A bucket ends where a row group ends.
+        size: The largest number of rows of a bucket, at least one row group.
     """
     step = max(1, size // row_group_size) * row_group_size
     edges = [rows * file // files for file in range(files + 1)]
@@ -179,7 +180,7 @@ class Places:
 
 
 class Placed(NamedTuple):
-    """Rows, and the number of the bucket of each row."""
+    """A frame of rows, and the number of each row's bucket."""
 
     rows: pl.DataFrame
     bucket: npt.NDArray[np.int64]
@@ -188,11 +189,11 @@ class Placed(NamedTuple):
 class Spill:
     """Rows of all ranks on disk, which are read bucket by bucket.
 
-    Each rank writes Arrow IPC files, with a record batch for each bucket out of each frame that it has.
+    Each rank writes Arrow IPC files. Each frame is written as one record batch per bucket.
 
     Args:
-        folder: A folder that all ranks see.
-        name: The start of the names of the files.
+        folder: A folder that all ranks can reach.
+        name: The beginning of the file names.
         schema: The schema of the rows.
         buckets: The number of buckets.
     """
@@ -203,7 +204,7 @@ class Spill:
         self._kept = pl.Schema({name: plain(dtype) for name, dtype in schema.items()})
 
     def write(self, tasks: Sequence[_Task], placed: Callable[[_Task], Iterable[Placed]], progress: _Progress) -> None:
-        """Write this rank's rows: the results of `placed` for some tasks, which run at the same time."""
+        """Write this rank's rows: the results of `placed` for some tasks, which run in parallel."""
         smallest = np.min_scalar_type(self._buckets)  # NumPy sorts 16 bits in linear time
         schema = _arrow(pl.DataFrame(schema=self._kept)).schema
 
@@ -220,7 +221,7 @@ class Spill:
         _in_threads(write, range(_THREADS), progress)
 
     def read(self, number: int) -> pl.DataFrame:
-        """Read the rows of a bucket, in no particular order; all ranks must have written."""
+        """Read the rows of a bucket, in no particular order. All ranks must have finished writing."""
         batches: list[pa.RecordBatch] = []
         for path in self._folder.glob(f"{self._name}-*.arrow"):
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
@@ -239,7 +240,7 @@ def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: 
 
 
 def _inverse(permutation: Permutation) -> npt.NDArray[np.uint32]:
-    """Return the row at each position."""
+    """Return the rows, sorted by their positions."""
     order = np.empty(permutation.rows, dtype=np.uint32)
     for first in range(0, len(order), _CHUNK):
         rows = np.arange(first, min(first + _CHUNK, len(order)), dtype=np.uint32)
@@ -273,7 +274,8 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: OutputFiles, progr
 
 
 def _in_threads(do: Callable[[int, _Progress], None], numbers: Iterable[int], progress: _Progress) -> None:
-    """Call `do` with each number, and with a callback for its progress, which raises after another call has failed."""
+    """Call `do` with each number, and with a callback for its progress. The callback raises if another call has
+    failed."""
     stop, one_at_a_time = threading.Event(), threading.Lock()
 
     def done(rows: int) -> None:
@@ -299,7 +301,7 @@ def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
 
 
 def plain(dtype: pl.DataType) -> pl.DataType:
-    """Return a type with strings for categories, in lists too."""
+    """Return a type with strings in place of categories, also in lists."""
     if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
         return pl.List(plain(dtype.inner))
     return pl.String() if isinstance(dtype, (pl.Categorical, pl.Enum)) else dtype

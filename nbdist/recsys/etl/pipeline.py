@@ -15,7 +15,7 @@ def needed(steps: Sequence[Step], wanted: Iterable[str], training: bool = False)
     """Return the columns that must exist before each step, and after the last one, to get the `wanted` columns.
 
     Args:
-        training: Whether the rows have to be compared with the rows that the steps were fitted to.
+        training: Whether the rows must be compared with the rows that the steps were fitted to.
     """
     columns = [set(wanted)]
     for step in reversed(steps):
@@ -28,12 +28,12 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
     """Return the steps as one function from lazy frame to lazy frame, with the `wanted` columns.
 
     The order and the number of the rows do not change: a `Filter` does nothing here. Columns that no wanted column
-    depends on may be missing. For the rows of `fit` (`training`), the frame has the column `ROW` too, if
+    depends on may be missing. For the rows of `fit` (`training`), the frame must also have the column `ROW`, if
     `uses_row_numbers`.
 
-    Steps are independent, with one exception: a joined column that a later step categorifies, and no step changes
-    before, gets its codes once for each row of the joined table, and the codes are joined. There are more ratings than
-    movies.
+    Steps are independent, with one exception. If a later step categorifies a joined column, and no step in between
+    changes it, the codes are computed once for each row of the joined table, and joined instead. There are more ratings
+    than movies.
     """
     steps = [step for step in steps if not step.selects]
     columns = needed(steps, wanted)

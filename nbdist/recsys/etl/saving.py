@@ -58,7 +58,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
     """Return description, steps and learned state, as `write` has written them.
 
     Raises:
-        FileNotFoundError: A file is not there.
+        FileNotFoundError: A file is missing.
         ValueError: The file, which the error names, has another format or a later version.
     """
     path = folder / "workflow.json"

@@ -50,7 +50,7 @@ def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = 
         time: The column that orders the rows of a user.
 
     Raises:
-        ValueError: There is no such column.
+        ValueError: A column is missing.
 
     Examples:
         >>> import polars as pl
@@ -86,12 +86,12 @@ def time_split(
     Args:
         rows: As for `leave_one_out`.
         time: The column that divides the rows.
-        valid: The part of the rows for validation, 0 to 1, rounded to the nearest number of rows; or the first time
-            of these rows.
-        test: The same for testing. Both are parts, or both are times.
+        valid: The share of the rows for validation, 0 to 1, rounded to the nearest number of rows; or the time of the
+            first of these rows.
+        test: The share, or the first time, of the test rows. `valid` and `test` must both be shares or both be times.
 
     Raises:
-        ValueError: There is no such column, or the parts make no sense.
+        ValueError: A column is missing, or `valid` and `test` do not fit together.
 
     Examples:
         >>> import polars as pl
@@ -136,7 +136,7 @@ def time_split(
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether `value` is a part of the rows; otherwise it is a time."""
+    """Return whether `value` is a share of the rows, and not a time."""
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
 
 
@@ -158,8 +158,8 @@ def as_frame(rows: Frame) -> Frame:
 
 
 def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
-    """Raise `ValueError` for a column that does not exist."""
+    """Raise `ValueError` for a column that is missing."""
     there = rows.collect_schema()
     for name in columns:
         if name not in there:
-            raise ValueError(f"there is no column {name!r}, but {', '.join(map(repr, there))}")
+            raise ValueError(f"there is no column {name!r}; the columns are {', '.join(map(repr, there))}")

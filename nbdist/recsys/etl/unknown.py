@@ -1,4 +1,4 @@
-"""Embeddings for values that training never saw: null, or an unknown id, if all training rows had known ones."""
+"""Embeddings for values that did not occur in training: null, or an unknown id, if all training rows had known ones."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def fill_unknown(
     """Set the rows of a trained model's tables that no training row has used to the mean of the known rows.
 
     Otherwise an unknown user has the initial vector of the table, and a random prediction. The mean is over the values
-    in the vocabulary, weighted by their counts in `Workflow.fit`. Only the rows of codes 0 (null) and 1 (unseen, or all
-    buckets) are filled; codes that occurred in `fit` stay as trained.
+    in the vocabulary, weighted by their counts in `Workflow.fit`. Only the rows of codes 0 (null) and 1 (unseen values,
+    or all buckets) are filled. Codes that occurred in `fit` stay as trained.
 
     Args:
-        model: A plain module, as `gather` gives it. It is changed.
+        model: A plain module, as returned by `gather`. It is changed.
         workflow: The fitted workflow that made the codes for its training.
-        tables: Column → the `nn.Embedding` or `nn.EmbeddingBag` of its codes. None: TorchRec's tables whose features
-            are called like columns of codes.
+        tables: A mapping from columns to the `nn.Embedding` or `nn.EmbeddingBag` of their codes. None: the tables of
+            TorchRec's collections whose features have the names of columns.
 
     Returns:
-        Column → the codes whose rows were filled.
+        A mapping from columns to the codes whose rows were filled.
 
     Raises:
-        ValueError: A column has more codes than its table has rows, or there is no such column of codes.
+        ValueError: A column has more codes than its table has rows, or a name is not the name of a column of codes.
 
     Examples:
         >>> import polars as pl
@@ -61,7 +61,9 @@ def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
                     "trained with another workflow"
                 )
         if len({vocabulary.num_buckets for vocabulary in known.values()}) > 1:
-            raise ValueError(f"columns {', '.join(known)} have one table, and differ in num_buckets: their codes clash")
+            raise ValueError(
+                f"columns {', '.join(known)} share one table, but differ in num_buckets, so that their codes conflict"
+            )
         codes = [code for code in _never_seen(list(known.values())) if code != padding]
         total = sum(int(vocabulary.counts.sum()) for vocabulary in known.values())
         if codes and total:
@@ -75,11 +77,11 @@ def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
 def unknown_filled(
     model: nn.Module, workflow: Workflow, columns: Collection[str], more: Sequence[tuple[nn.Module, list[str]]]
 ) -> Iterator[None]:
-    """Apply `fill_unknown` during the block; warn of columns whose unknown values get untrained vectors.
+    """Apply `fill_unknown` in the block, and warn of columns whose unknown values have untrained vectors.
 
     Args:
-        columns: The columns that the model takes.
-        more: Further tables, which do not name their columns themselves, with their columns.
+        columns: The columns that the model uses.
+        more: Further tables with their columns, for tables that do not name their columns themselves.
     """
     tables = _tables(model, workflow, None)
     known = [id(table.weight) for table in tables]
@@ -117,7 +119,7 @@ class _Table(NamedTuple):
     columns: list[str]
     """The columns that are looked up in the table."""
     padding: int | None
-    """The code whose row stands for nothing."""
+    """The code of padding, whose row is not used."""
 
     @classmethod
     def of(cls, module: Any, columns: list[str]) -> _Table:
@@ -146,13 +148,13 @@ def _tables(model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module
 
 
 def _never_seen(vocabularies: list[Vocabulary]) -> list[int]:
-    """Return the codes of null and unseen values that occurred in no column of a table."""
+    """Return the codes for null and unseen values that did not occur in any of a table's columns."""
     nulls = sum(vocabulary.nulls for vocabulary in vocabularies)
     buckets = zip(*(vocabulary.bucket_counts for vocabulary in vocabularies), strict=True)
     return [NULL_CODE] * (not nulls) + [code for code, counts in enumerate(buckets, UNSEEN_CODE) if not any(counts)]
 
 
 def _sum(weight: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return the sum of the known rows, each weighted by the count of its value; shape (columns,)."""
+    """Return the sum of the rows of known values, each weighted by the count of its value; shape (columns,)."""
     counts = torch.from_numpy(vocabulary.counts.to_numpy(writable=True)).to(weight)
     return counts @ weight[vocabulary.first_code : vocabulary.size]

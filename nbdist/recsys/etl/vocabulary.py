@@ -14,7 +14,8 @@ from .direct_table import DirectTable
 from .hashing import hashed
 
 NULL_CODE, UNSEEN_CODE = 0, 1
-"""The codes of null, and of a value that is not in the vocabulary: the first of them, where there are several."""
+"""The codes of null and of a value that is not in the vocabulary. If there are several codes for such values, the
+second is the first of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +38,16 @@ class Vocabulary:
     """
 
     values: pl.Series
-    """The known values, the most frequent first, equally frequent ones ascending; those that a later `fit` has found
-    follow in the same order. Value i has code i + `first_code`."""
+    """The known values, the most frequent first; equally frequent values are in ascending order. Values that a later
+    `fit` has added follow in the same order. Value i has code i + `first_code`."""
     counts: pl.Series
-    """Number of times that each was seen; int64."""
+    """The number of occurrences of each value; int64."""
     lists: bool
     """True if the column holds lists."""
     nulls: int
-    """Number of times that code 0 was seen."""
+    """The number of occurrences of code 0."""
     bucket_counts: pl.Series
-    """Number of times that each of the codes 1 to `num_buckets` was seen: values that are too rare to be known."""
+    """The number of occurrences of each of the codes 1 to `num_buckets`, which are values too rare to be known."""
 
     @classmethod
     def of(
@@ -61,12 +62,12 @@ class Vocabulary:
         """Make the vocabulary of counted values.
 
         Args:
-            counted: A frame with the columns `value`, in which each value, also null, is once, and `count`.
-            lists: Whether the column has lists of the values.
-            min_count: Values with a smaller count get the code of unseen values.
+            counted: A frame with the columns `value`, in which each value, also null, occurs once, and `count`.
+            lists: Whether the column has lists of values.
+            min_count: The smallest count for a value to be known. Rarer values get the code of unseen values.
             max_size: The largest number of codes, including null and unseen. None: any number.
             num_buckets: The number of codes for unknown values.
-            previous: An earlier vocabulary: its values keep their codes, its counts are added.
+            previous: An earlier vocabulary. Its values keep their codes, and its counts are added.
         """
         seen = counted.drop_nulls("value")
         new = seen.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
@@ -92,42 +93,43 @@ class Vocabulary:
 
     @property
     def num_buckets(self) -> int:
-        """Number of codes for unknown values."""
+        """The number of codes for unknown values."""
         return len(self.bucket_counts)
 
     @property
     def first_code(self) -> int:
-        """Code of the first known value."""
+        """The code of the first known value."""
         return UNSEEN_CODE + self.num_buckets
 
     @property
     def unseen(self) -> int:
-        """Number of times that `fit` saw values that are too rare to be in the vocabulary."""
+        """The number of occurrences in `fit` of values that are too rare to be in the vocabulary."""
         return int(self.bucket_counts.sum())
 
     @property
     def size(self) -> int:
-        """Number of codes, including null and unseen: the rows that an embedding table needs."""
+        """The number of codes, including null and unseen: the rows that an embedding table needs."""
         return len(self.values) + self.first_code
 
     def mapping(self) -> dict[Any, int]:
-        """Code of each known value, as plain Python."""
+        """The code of each known value, as plain Python."""
         return {value: code for code, value in enumerate(self.values.to_list(), self.first_code)}
 
     def shares(self) -> torch.Tensor:
         """Return the share of each code in all rows that `fit` saw, or in all elements of lists.
 
-        Shape (size,). It is how likely a code is in a random training row; see `recsys.models.softmax_logits`.
+        The result has shape (size,). It is the probability of a code in a random training row; see
+        `recsys.models.softmax_logits`.
         """
         counts = torch.from_numpy(pl.concat([self.bucket_counts, self.counts]).to_numpy(writable=True))
         counts = torch.cat([torch.tensor([self.nulls]), counts]).double()
         return (counts / counts.sum()).float()
 
     def unknown_weights(self) -> torch.Tensor:
-        """Return the weight of each row of a table in the vector of an unknown value; shape (size,), the sum is 1.
+        """Return the weight of each row of a table in the vector of an unknown value; shape (size,). The sum is 1.
 
-        If `fit` saw such values, the vector is the mean of the rows that they have trained, otherwise of the rows of
-        the known values, weighted by their counts. For tables that grow, see `Sharded.load`.
+        If `fit` saw unknown values, the vector is the mean of the rows that they have trained. Otherwise it is the mean
+        of the known values' rows, weighted by their counts. For tables that grow, see `Sharded.load`.
         """
         weights = torch.zeros(self.size, dtype=torch.float64)
         if self.unseen or not int(self.counts.sum()):
@@ -139,7 +141,7 @@ class Vocabulary:
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
         """Add a column `codes` to a frame, with the codes of `column`: int64, or lists of int64, without nulls.
 
-        The order of the rows does not change. The frame may also get columns that are used here only.
+        The order of the rows does not change. The frame may also get columns that are only used here.
         """
         dtype: Any = frame.collect_schema()[column]
         dtype = dtype.inner if self.lists else dtype
@@ -196,7 +198,7 @@ def _bucket(value: pl.Expr, dtype: pl.DataType, num_buckets: int) -> pl.Expr:
 def keyed_like(table: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.DataFrame:
     """Return a table whose integer keys have the types of other columns, for a comparison.
 
-    A row whose key does not fit into the other type is removed: no value there is equal to it.
+    A row whose key does not fit into the other type is removed, because no value there can be equal to it.
     """
     casts = {name: one for name, one in types.items() if one.is_integer() and table.schema[name] != one}
     if not all(table.schema[name].is_integer() for name in casts) or not casts:

@@ -1,6 +1,6 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many.
 
-A workflow learns vocabularies from the training rows and does the same to any others::
+A workflow learns vocabularies from the training rows, and applies them to any other rows::
 
     workflow = Workflow(
         Join(movies, on="movie", columns="genres"),
@@ -54,8 +54,8 @@ class Workflow:
             `HashedCross`; those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`,
             `ListSlice`; those that learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and
             those about rows, `Filter`, `DifferenceLag`.
-        tags: Column of the outputs → words about it, such as "user" or "target", for `schema`; they are saved. None: no
-            words.
+        tags: A mapping from output columns to words such as "user" or "target", which `schema` shows and which are
+            saved. None: no words.
 
     Attributes of a fitted workflow:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
@@ -63,11 +63,11 @@ class Workflow:
         state: The learned state of its steps.
         rows: The number of rows that `fit` saw and no `Filter` removed, including the rows of the `previous` workflow.
 
-    `fitted` is whether `fit` has been called.
+    `fitted` is True after `fit`.
 
     Raises:
-        TypeError: Something else is among the steps.
-        ValueError: A column is categorified, or normalized, twice; or tags are no lists of texts.
+        TypeError: An argument is not a step.
+        ValueError: A column is categorified or normalized twice, or tags are not lists of texts.
 
     Examples:
         >>> import polars as pl
@@ -121,19 +121,20 @@ class Workflow:
         polars_engine: str = "cpu",
         progress: bool = True,
     ) -> Workflow:
-        """Learn vocabularies and numbers, in one pass over the rows for each step that learns, and one for a `Filter`.
+        """Learn vocabularies and numbers. This takes one pass over the rows for each step that learns, and one for a
+        `Filter`.
 
         Args:
-            source: Parquet files (a path, a folder, a glob pattern, a URI, or several), with the columns that folders
-                called ``column=value`` are named after; a frame of polars or pandas, an Arrow table, or a dict of
+            source: Parquet files (a path, a folder, a glob pattern, a URI, or several), including the columns of
+                folders with names like ``column=value``; a frame of polars or pandas, an Arrow table, or a dict of
                 columns. A lazy frame is first streamed to a temporary file.
-            previous: A fitted workflow, or the folder that one was saved to, whose vocabularies are to grow: all its
-                codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
-                Other columns get new vocabularies. `min_count` is of the rows of `source` alone. Means, sums and
+            previous: A fitted workflow, or the folder of a saved one, whose vocabularies will grow. All its codes stay,
+                and new values in `source` get the codes that follow, the most frequent first. Columns that it does not
+                categorify get new vocabularies. `min_count` is applied to the rows of `source` alone. Means, sums and
                 extremes are over the rows of both.
-            memory_bytes: Bytes that a rank may use for rows; counted values need further memory.
+            memory_bytes: The number of bytes that a rank may use for rows. Counted values need further memory.
             polars_engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
-            progress: Whether to show a progress bar; in ranks, rank 0 shows one.
+            progress: Whether to show a progress bar. On several ranks, rank 0 shows it.
 
         Returns:
             The workflow itself.
@@ -141,14 +142,14 @@ class Workflow:
         Raises:
             FileNotFoundError, ValueError: A file or column is missing, a step cannot use the type of a column, a file
                 has another schema than the first, or there are no rows; the error names file and column. Or codes of
-                `previous` cannot stay.
+                `previous` cannot be kept.
         """
         chosen = _engine(polars_engine)
         if isinstance(previous, (str, os.PathLike)):
             previous = Workflow.load(previous)
         if previous is not None and not isinstance(previous, Workflow):
             raise TypeError(
-                f"previous is a {type(previous).__name__}: a fitted workflow, or the folder of one, is needed"
+                f"`previous` must be a fitted workflow, or the folder of one, got {type(previous).__name__}"
             )
         with opened(source) as given:
             before = None if previous is None else previous._digest()
@@ -180,18 +181,18 @@ class Workflow:
         the means of all training rows.
 
         Args:
-            frame: A frame of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than
-                those wanted are made of: rows to predict need no label. Integers may be of another type than in `fit`,
-                or whole numbers among floats.
+            frame: A frame of polars or pandas, an Arrow table, or a dict of columns. Only the columns that the wanted
+                columns are made from are needed: rows to predict need no label. Integers may have another type than in
+                `fit`, and may be floats without a fraction.
             columns: The wanted `outputs`, in this order. None: all.
 
         Returns:
             A lazy frame of the `columns`: nothing is computed until its `collect` is called.
 
         Raises:
-            RuntimeError: not fitted.
+            RuntimeError: The workflow is not fitted.
             TypeError: `frame` is not a frame.
-            ValueError: A column is not among the outputs; or a column that is needed is missing, or has another type
+            ValueError: A name in `columns` is not an output; or a column that is needed is missing, or has another type
                 than in `fit`. The error names the column.
         """
         wanted = self._wanted(columns)
@@ -218,27 +219,30 @@ class Workflow:
     ) -> list[Path]:
         """Apply the steps to all rows and write them to ``folder/part-00000.parquet`` and so on.
 
-        The folder appears when all files are complete. The bytes in them depend on the rows and their order in
+        The folder appears when all files are complete. The bytes of the files depend on the rows and their order in
         `source`, the workflow, `num_files`, `shuffle`, `seed`, `row_group_size` and `compression`. They do not depend
         on the number of ranks, `memory_bytes`, or the division of the source into files.
 
-        Ranks write different files: use at least as many files as ranks. Shuffling on several ranks, or of more rows
-        than fit into a quarter of `memory_bytes`, needs as much space on the disk of `folder` as the needed columns
-        take in memory.
+        Ranks write different files: use at least as many files as ranks. A shuffle on several ranks, or of more rows
+        than fit into a quarter of `memory_bytes`, needs as much disk space in `folder` as the needed columns take in
+        memory.
 
         Args:
             source: As for `fit`.
-            columns: The `outputs` to write, in this order. None: all. Input columns that these do not depend on may be
-                missing, and are not read.
+            columns: The `outputs` to write, in this order. None: all. Input columns that these do not depend on are not
+                read, and may be missing.
             training: Whether these are the rows of `fit`, in the same order. It must be given if a step is a
                 `TargetEncoding`.
-            num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
-            shuffle: Whether the rows come in a random order, over all files; otherwise in the order of `source`.
+            num_files: The number of files. If there are fewer rows, each row gets a file. The files differ by at most
+                one row.
+            shuffle: Whether to write the rows in a random order over all files; otherwise in the order of `source`.
             seed: The seed of the random order.
-            row_group_size: Rows per row group. Choose small ones if the files will be larger than the loader's memory.
+            row_group_size: The number of rows in a row group. Choose a small number if the files will be larger than
+                the loader's memory.
             compression: The compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
-            overwrite: Whether to replace a folder that `write` has written.
-            memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables need further memory.
+            overwrite: Whether to replace a folder of an earlier `write`.
+            memory_bytes: The number of bytes that a rank may use for rows. Vocabularies and joined tables need further
+                memory.
             polars_engine: As for `fit`.
             progress: As for `fit`.
 
@@ -246,17 +250,18 @@ class Workflow:
             The files, in order.
 
         Raises:
-            RuntimeError: not fitted.
-            FileExistsError: `folder` is there, or is being written by another process.
-            FileNotFoundError, ValueError: As for `transform` and `fit`, before anything is written; or `training` is
-                missing where it is needed, or is given for other rows.
+            RuntimeError: The workflow is not fitted.
+            FileExistsError: `folder` exists, or another process is writing it.
+            FileNotFoundError, ValueError: The errors of `transform` and `fit`, before anything is written; or
+                `training` is missing although it is needed, or is given for other rows.
         """
         wanted, chosen = self._wanted(columns), _engine(polars_engine)
         described = output.OutputFiles(num_files, row_group_size, compression, seed if shuffle else None)
         if training is None and uses_row_numbers(self.steps, wanted):
             raise ValueError(
-                "the workflow has a TargetEncoding: say training=True for the rows that it was fitted to, each of "
-                "which gets the mean of others then, and training=False for any other rows"
+                "`training` must be given for a workflow with a TargetEncoding: True for the rows that it was fitted "
+                "to, "
+                "which then get the means of other rows, and False for any other rows"
             )
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:
@@ -287,7 +292,8 @@ class Workflow:
     def _rows(
         self, given: Input, wanted: Sequence[str], training: bool, memory_bytes: int, engine: Any, progress: bool
     ) -> tuple[Input, Sequence[Step]]:
-        """Return the rows that no `Filter` removes, after the last step about rows; and the steps after it."""
+        """Return the rows that no `Filter` removes, after the last step that depends on other rows, and the steps after
+        it."""
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
         columns, done = needed(self.steps, wanted, training), 0
@@ -302,7 +308,7 @@ class Workflow:
 
     @property
     def embedding_sizes(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of an embedding table for each categorified column.
+        """The number of rows and columns of an embedding table for each categorified column.
 
         There are as many rows as codes, and ``min(600, round(1.6 * rows ** 0.56))`` columns, the rule of thumb of
         fastai's tabular models (`fastai.tabular.model.emb_sz_rule`).
@@ -313,7 +319,7 @@ class Workflow:
 
     @property
     def schema(self) -> pl.DataFrame:
-        """A row for each column of the outputs: `column`, `dtype`, `codes` (how many there are) and `tags`."""
+        """A row for each output column: `column`, `dtype`, `codes` (the number of codes) and `tags`."""
         self._wanted(None)
         codes: dict[str, int | None] = {}
         for step in self.steps:
@@ -336,7 +342,7 @@ class Workflow:
         return saving.describe(self.steps, self.state, self.inputs, self.outputs, self.rows) | tags
 
     def needs(self, columns: Sequence[str]) -> dict[str, str]:
-        """Return names and types of the columns of `inputs` on which some of the `outputs` depend."""
+        """Return the names and types of the `inputs` on which some of the `outputs` depend."""
         return self._inputs([step for step in self.steps if not step.selects], self._wanted(columns))
 
     def _inputs(self, steps: Sequence[Step], wanted: Sequence[str], training: bool = False) -> dict[str, str]:
@@ -347,12 +353,12 @@ class Workflow:
         """Save the fitted workflow in a folder of JSON and Parquet files, which appears when it is complete.
 
         Args:
-            folder: The folder to write. In ranks, rank 0 writes it.
+            folder: The folder to write. On several ranks, rank 0 writes it.
             overwrite: Whether to replace a saved workflow.
 
         Raises:
-            RuntimeError: not fitted.
-            FileExistsError: `folder` is there.
+            RuntimeError: The workflow is not fitted.
+            FileExistsError: `folder` exists.
         """
         description = self.describe()
         with atomic_folder(folder, saving.FILES, overwrite) as scratch:
@@ -393,7 +399,7 @@ class Workflow:
 
 
 def _engine(name: str) -> Any:
-    """Return polars' engine. An operation that the GPU engine lacks is an error; it is not done on the CPU."""
+    """Return polars' engine. An operation that the GPU engine lacks raises an error; it is not done on the CPU."""
     if name == "cpu":
         return "streaming"
     if name != "gpu":

@@ -17,28 +17,30 @@ from .disk import exchange, sync
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], overwrite: bool) -> Iterator[Path]:
-    """Yield a scratch folder; its subfolder ``whole`` becomes `folder` at the end, in one step.
+    """Yield a scratch folder. At the end, its subfolder ``whole`` becomes `folder`, in one step.
 
     The scratch folder is hidden, next to `folder`, and is removed at the end of the block in any case. If the process
     is killed it stays, under another name than `folder`, until the next call for the same `folder` removes it.
 
     A replaced folder exists until its successor does. If the file system cannot exchange two folders (NFS), a process
-    that is killed between two renames can leave neither: the next call for the same `folder` then first restores the
-    old one.
+    that is killed between two renames can leave neither. Then the next call for the same `folder` restores the old one
+    first.
 
-    In ranks all must call it; they wait for each other before `folder` appears.
+    On several ranks, all ranks must call it. They wait for each other before `folder` appears.
 
     Args:
         folder: The folder to make. It must not exist yet, or be empty, unless `overwrite` is true.
         replaceable: Patterns of file names. A folder with any other file in it is not replaced.
-        overwrite: Whether a folder that is there is replaced.
+        overwrite: Whether to replace an existing folder.
 
     Raises:
         FileExistsError: The folder exists and may not be replaced. Raised on all ranks, before anything is written.
         ValueError: `folder` is a URI.
     """
     if storage.is_uri(folder):
-        raise ValueError(f"{folder}: object stores cannot rename a folder; name one on a disk that all ranks see")
+        raise ValueError(
+            f"{folder}: object stores cannot rename a folder; name a folder on a disk that all ranks can reach"
+        )
     target = Path(folder).expanduser().absolute()
     scratch = target.with_name(f".{target.name}.partial")
     lock = -1
@@ -67,14 +69,14 @@ def _check(target: Path, replaceable: Sequence[str], overwrite: bool) -> None:
         raise FileExistsError(f"{target} must be a folder or not exist, got a file")
     names = sorted(os.listdir(target))
     if names and not overwrite:
-        raise FileExistsError(f"{target} is there already: choose another folder, or say overwrite=True")
+        raise FileExistsError(f"{target} already exists: choose another folder, or give overwrite=True")
     for name in names:
         if not any(fnmatch(name, pattern) for pattern in replaceable):
             raise FileExistsError(f"{target} holds {name}, which is no {' or '.join(replaceable)}: it is not replaced")
 
 
 def _claim(scratch: Path, target: Path) -> int:
-    """Make the scratch folder, for this process alone, empty but for ``whole``. Returns its lock, a descriptor."""
+    """Make the scratch folder, for this process alone, empty except for ``whole``. Returns its lock, a descriptor."""
     scratch.mkdir(parents=True, exist_ok=True)
     lock = os.open(scratch, os.O_RDONLY)
     try:

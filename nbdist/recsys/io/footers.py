@@ -16,14 +16,14 @@ _ROOM = 1 << 25  # bytes of footers, as files have them, that are kept of local 
 class Footers:
     """A cache of parsed footers for opening files: parsing takes time for each row group.
 
-    Footers of remote files are kept, because reading them takes long. Footers of local files are kept for the state of
-    the file at that time, the latest up to a limit, and are not sent to other processes.
+    Footers of remote files are kept, because reading them takes long. Footers of local files are kept until
+    the file changes, only the latest ones, and are not sent to other processes.
     """
 
     def __init__(self) -> None:
         self._remote: dict[str, pq.FileMetaData] = {}
         self._local: dict[Path, tuple[Any, pq.FileMetaData]] = {}
-        """Path → the state of the file, and its footer; the latest used last."""
+        """A mapping from each path to the state of the file, and its footer. The latest used path is the last."""
 
     def open(self, location: storage.Location) -> pq.ParquetFile:
         """Open a file. Raises the exceptions of `storage.parquet`."""

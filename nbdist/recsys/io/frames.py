@@ -9,8 +9,10 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from ...checks import shown
+
 Tabular: TypeAlias = pl.DataFrame | pl.LazyFrame | Mapping[str, Any] | Any
-"""The types that `frame_of` takes; `Any` is for frames of pandas, whose types need not be known here."""
+"""The types that `frame_of` takes. `Any` is for frames of pandas, whose types need not be known here."""
 KINDS = "a frame of polars or pandas, an Arrow table, or a dict of columns"
 """The types that `frame_of` takes, for messages."""
 
@@ -22,7 +24,7 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
 
     Args:
         data: Any object.
-        where: The start of error messages.
+        where: The beginning of error messages.
 
     Raises:
         TypeError: `data` has rows, and polars has no type for a column.
@@ -63,8 +65,9 @@ def series_of(column: Any, name: str = "") -> pl.Series:
         found = pl.from_arrow(column)
         assert isinstance(found, pl.Series)
         return found
-    if isinstance(column, (str, bytes)):
-        raise TypeError(f"a column must be a sequence of values, got {column!r}")
+    if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
+        what = f"`{name}`" if name else "a column"
+        raise TypeError(f"{what} must be a list or another sequence of values, got {shown(column)}")
     if hasattr(column, "detach"):  # a tensor; torch need not be imported to know one
         column = column.detach().cpu().numpy()
     if not isinstance(column, Iterable):

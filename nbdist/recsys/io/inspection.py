@@ -21,13 +21,13 @@ class Inspected(Generic[Opened]):
 
     paths: list[storage.Location]
     types: Mapping[str, Any]
-    """The columns, as in the first file; others may have them in another order."""
+    """The columns, in the order of the first file. Other files may have another order."""
     opened: list[Opened]
     """The result of `look` for each file."""
     groups: list[RowGroup]
-    """The row groups that have rows."""
+    """The row groups that are not empty."""
     partitions: Mapping[str, list[int | str | None]]
-    """The columns that folders are called after, and not in the files: the value of each file."""
+    """The columns that are only in the names of folders: the value for each file."""
 
 
 def inspect(
@@ -40,9 +40,11 @@ def inspect(
 
     Args:
         files: As for `storage.find`.
-        look: Function that opens a file and returns an object to keep of it, the types of its columns, and its footer.
-        size: Function that returns the `RowGroup.size` of a row group, given also the types and the object of its file.
-        hint: Text of the error for a column that is not in the first file.
+        look: A function that opens a file and returns an object to keep for it, the types of its columns, and its
+            footer.
+        size: A function that returns the `RowGroup.size` of a row group, given the row group, the types, and the object
+            of its file.
+        hint: A text that is added to the error for a column that the first file lacks.
 
     Raises:
         FileNotFoundError: A file does not exist.
@@ -52,7 +54,7 @@ def inspect(
     named = storage.find_partitioned(files)
     paths = [one.location for one in named]
     if not paths:
-        raise ValueError("the list of files names no file")
+        raise ValueError("files must name at least one file, got none")
     result: Inspected[Opened] = Inspected(paths, {}, [], [], {})
     for number, (path, file) in enumerate(zip(paths, named, strict=True)):
         try:

@@ -16,17 +16,18 @@ class Partition:
     have the same number of batches, so no collective waits for a rank that has finished.
 
     Raises:
-        ValueError: A size is below 1, the remainder is unknown, or the rows cannot be divided in this way.
+        ValueError: A size is below 1, the `remainder` is unknown, or the rows cannot be divided in this way.
     """
 
     rows: int
     world_size: int
     batch_size: int
-    """Rows per step and rank."""
+    """The number of rows of a step on each rank."""
     remainder: str = "keep"
-    """"keep": every row exactly once; batches at the end are shorter, by different amounts on different ranks. "pad":
-    ranks have equally many rows, for which some of them repeat one row of another rank at the end. "drop": full
-    batches only; the up to ``world_size * batch_size - 1`` rows that are last in the epoch's order are left out."""
+    """"keep": every row is used exactly once; batches at the end are shorter, by different amounts on different ranks.
+    "pad": all ranks have the same number of rows; some ranks repeat one row of another rank at the end. "drop": only
+    full batches are used; the up to ``world_size * batch_size - 1`` rows that are last in the epoch's order are left
+    out."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.batch_size, "__index__"):
@@ -39,17 +40,18 @@ class Partition:
         if self.steps == 0:
             raise ValueError(
                 f"{self.rows} rows do not fill one batch of {self.batch_size} on each of {self.world_size} ranks, and "
-                "remainder='drop' leaves out all others: make batch_size smaller, or say remainder='keep' or 'pad'"
+                "remainder='drop' leaves out all others: use a smaller batch_size, or remainder='keep' or 'pad'"
             )
         if self.remainder == "keep" and self.rows // self.world_size < self.steps:
             raise ValueError(
-                f"{self.rows} rows cannot go once each to {self.world_size} ranks in equally many batches of at most "
-                f"{self.batch_size}: say remainder='pad' or 'drop', or use fewer ranks or another batch_size"
+                f"{self.rows} rows cannot be divided among {self.world_size} ranks, each row once, in equal numbers of "
+                f"batches of at most {self.batch_size}: use remainder='pad' or 'drop', fewer ranks or another "
+                "batch_size"
             )
 
     @property
     def steps(self) -> int:
-        """Number of batches in an epoch, equal on every rank."""
+        """The number of batches in an epoch, equal on every rank."""
         if self.remainder == "drop":
             return self.rows // (self.world_size * self.batch_size)
         largest_share = -(-self.rows // self.world_size)
@@ -76,13 +78,13 @@ class Partition:
         return [stop if step == end else min(start + step * self.batch_size, stop - 1) for step in steps]
 
     def size(self, rank: int, step: int) -> int:
-        """Number of rows in batch `step` of `rank`."""
+        """Return the number of rows in batch `step` of `rank`."""
         return self.batch_start(rank, step + 1) - self.batch_start(rank, step)
 
     def repeats(self, rank: int) -> int:
-        """Number of rows at the end of `rank`'s span that repeat others, to make ranks even: 0 or 1."""
+        """Return the number of rows at the end of `rank`'s span that repeat other rows, to make ranks equal: 0 or 1."""
         return int(self.remainder == "pad" and 0 < self.rows % self.world_size <= rank)
 
     def size_without_repeats(self, rank: int, step: int) -> int:
-        """Number of rows of batch `step`, from the first, that are not repeats."""
+        """Return the number of rows of batch `step`, from the first, that are not repeats."""
         return self.size(rank, step) - (self.repeats(rank) if step == self.steps - 1 else 0)

@@ -21,7 +21,7 @@ class Permutation:
     with Arbitrary Finite Domains, 2002). It uses no memory, and any part can be computed anywhere.
 
     Args:
-        rows: The number of rows, 1 .. 2**62.
+        rows: The number of rows, 1 to 2**62.
         seed: Any integer.
     """
 

@@ -10,7 +10,8 @@ from .partition import Partition
 
 
 class PositionSpan(NamedTuple):
-    """Positions ``start .. stop - 1`` of an epoch, which the first division of the epoch gave to one rank."""
+    """The positions ``start .. stop - 1`` of an epoch, which were assigned to one rank when the epoch was first
+    divided."""
 
     rank: int
     start: int
@@ -19,18 +20,18 @@ class PositionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RemainingEpoch:
-    """The rows of an epoch that no rank has trained on yet, to be divided among other ranks.
+    """The rows of an epoch that no rank has trained on yet, and that will be divided among other ranks.
 
-    Row p of them, from 0, is at the p-th position of all spans in `left`, in this order.
+    Remaining row p, from 0, is at the p-th position of all spans in `left`, in this order.
     """
 
     begun: Partition
-    """The first division of the epoch, which determines the order of its rows."""
+    """The division with which the epoch began, which determines the order of its rows."""
     left: tuple[PositionSpan, ...]
 
     @classmethod
     def after(cls, begun: Partition, step: int) -> RemainingEpoch:
-        """Return the remaining rows after `step` steps. A repeated row (`pad`) remains once, or not at all."""
+        """Return the remaining rows after `step` steps. A row that `pad` repeats remains at most once."""
         spans = []
         for rank in range(begun.world_size):
             stop = begun.span(rank)[1] - begun.repeats(rank)
@@ -39,13 +40,13 @@ class RemainingEpoch:
 
     @property
     def rows(self) -> int:
-        """Number of rows that are left."""
+        """The number of remaining rows."""
         return sum(span.stop - span.start for span in self.left)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, PositionSpan]]:
-        """Yield the positions of the remaining rows ``start .. stop - 1``: the first row of each piece, and its span.
+        """Yield the positions of the remaining rows ``start .. stop - 1``, as the first row of each piece and its span.
 
-        The first row follows after the last one again: so a rank repeats a row.
+        After the last row, the first row follows again, so that a rank can repeat a row.
         """
         while start < stop:
             first = start % self.rows

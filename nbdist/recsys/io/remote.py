@@ -14,7 +14,7 @@ from . import storage
 
 
 def scan(location: storage.Location) -> pl.LazyFrame:
-    """Return all rows of a Parquet file, remote or not, as a lazy frame."""
+    """Return all rows of a Parquet file, local or remote, as a lazy frame."""
     if isinstance(location, str):
         file = RemoteFile(location)
         return file.slice(0, file.footer.num_rows)
@@ -23,7 +23,7 @@ def scan(location: storage.Location) -> pl.LazyFrame:
 
 
 def scan_all(files: storage.Paths) -> tuple[pl.LazyFrame, storage.Location]:
-    """Return all rows of some Parquet files, with the columns in the names of folders; and the first of the files."""
+    """Return all rows of some Parquet files, with the columns in the names of folders, and the first of the files."""
     named = storage.find_partitioned(files)
     frames = [scan(one.location) for one in named]
     columns = frames[0].collect_schema() if any(one.partition for one in named) else ()
@@ -40,10 +40,10 @@ def constant(value: int | str | None, values: Sequence[int | str | None]) -> pl.
 
 
 class RemoteFile:
-    """A remote file, whose footer is read once. polars could fetch it too, but takes no options with a URI.
+    """A remote file, whose footer is read once. polars could open it, too, but accepts no options in a URI.
 
     Attributes:
-        footer: Parquet's description of the row groups.
+        footer: The description of the row groups by Parquet.
         schema: Names and types of the columns.
     """
 

@@ -14,7 +14,7 @@ class RowGroup(NamedTuple):
     number: int
     rows: int
     size: int
-    """Bytes that its chosen columns take as tensors."""
+    """The number of bytes that its chosen columns take as tensors."""
 
 
 class Piece(NamedTuple):
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def slice_groups(groups: Sequence[RowGroup], start: int, count: int) -> list[Piece]:
-    """Return the pieces of `count` rows from row `start` on, with the groups in a circle."""
+    """Return the pieces of `count` rows from row `start` on. After the last group, the first one follows."""
     start %= sum(group.rows for group in groups)
     pieces, turn = [], 0
     while count:
@@ -43,8 +43,8 @@ def slice_groups(groups: Sequence[RowGroup], start: int, count: int) -> list[Pie
 
 
 def windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of consecutive windows: each has as many as take at most `size` bytes with 8 more per row, or
-    one."""
+    """Yield the pieces of consecutive windows. A window has as many pieces as take at most `size` bytes, counting 8
+    more per row, but at least one."""
     window: list[Piece] = []
     taken = 0
     for piece in pieces:

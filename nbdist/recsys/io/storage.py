@@ -38,7 +38,8 @@ class Found(NamedTuple):
 
     location: Location
     partition: dict[str, str | None]
-    """Column → value, of folders called ``column=value``, as Hive, Spark, Arrow and polars write them. None: null."""
+    """A mapping from columns to values, from folders with names like ``column=value``, which Hive, Spark, Arrow and
+    polars write. None: null."""
 
 
 def find(files: Paths) -> list[Location]:
@@ -49,9 +50,9 @@ def find(files: Paths) -> list[Location]:
 def find_partitioned(files: Paths) -> list[Found]:
     """Find the Parquet files of a file, a folder, a glob pattern, a URI, or several of these.
 
-    A folder stands for its ``*.parquet``, or those in its folders called ``column=value``, at any depth. Files of a
-    folder or pattern are sorted, so that every rank has the same order. Folder names count as partitions below the
-    folder in `files`, or below the part of a pattern without wildcards.
+    A folder stands for its ``*.parquet`` files, or for the files in its subfolders with names like ``column=value``, at
+    any depth. Files of a folder or pattern are sorted, so that every rank has the same order. Names of folders count as
+    partitions below the folder in `files`, or below the part of a pattern without wildcards.
 
     Raises:
         FileNotFoundError: A file does not exist, or a folder has no Parquet file.
@@ -96,10 +97,9 @@ def _partition(file: str, base: str) -> dict[str, str | None]:
 
 
 def partitions(files: Sequence[Found], columns: Container[str]) -> dict[str, list[int | str | None]]:
-    """Return the columns in the names of folders, with the value for each file, except `columns`, which are in the
-    files.
+    """Return the columns in the names of folders, with the value for each file, except `columns`, which the files have.
 
-    They are integers if all values are, and otherwise strings.
+    Values are integers if all of them are; otherwise strings.
 
     Raises:
         ValueError: Folders of different files name different columns.
@@ -128,19 +128,19 @@ def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]
     """Return the ``*.parquet`` of a folder or, if it has none, of its partitions; sorted.
 
     Args:
-        entries: Function that returns the names of the files and of the folders in a folder.
+        entries: A function that returns the names of the files and of the subfolders in a folder.
     """
     files, folders = entries(folder)
     found = sorted(name for name in files if fnmatch.fnmatchcase(name, "*.parquet"))
     partitions = sorted(name for name in folders if _PARTITION.fullmatch(name))
     if found and partitions:
-        raise ValueError(f"{folder} has both files ({found[0]}) and partitions ({partitions[0]}): name what is meant")
+        raise ValueError(f"{folder} has both files ({found[0]}) and partitions ({partitions[0]}): name one of the two")
     inner = [file for name in partitions for file in _in_folder(f"{folder}/{name}", entries)]
     return [f"{folder}/{name}" for name in found] + inner
 
 
 def parquet(location: Location, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a Parquet file, and read its footer unless it is given. From a remote file only the needed parts are
+    """Open a Parquet file, and read its footer unless it is given. Only the needed parts of a remote file are
     fetched."""
     if isinstance(location, Path):
         return pq.ParquetFile(location, metadata=footer)
@@ -180,7 +180,7 @@ def _find_remote(uri: str) -> list[tuple[str, str]]:
     if glob.has_magic(address):
         folder, _, pattern = address.rpartition("/")
         if glob.has_magic(folder):
-            raise ValueError(f"{uri}: a pattern for the last part of a URI only")
+            raise ValueError(f"{uri}: a pattern is possible only in the last part of a URI")
     filesystem, path = resolve(folder + mark + query)
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.File:

@@ -1,4 +1,4 @@
-"""Batches for every rank, from Parquet files or from memory: equal steps, one shuffle for all, resumable."""
+"""Batches for every rank, from Parquet files or from memory: equal numbers of steps, one shuffle for all, resumable."""
 
 from .columns import Ragged, keyed_jagged
 from .loaders import MemoryLoader, ParquetLoader

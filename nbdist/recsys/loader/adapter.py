@@ -22,7 +22,8 @@ class Adapter:
     """A base of loaders: the attributes that fastai's `DataLoaders` and `Learner` use."""
 
     sharded = True
-    """Says that the rows are divided among the ranks already: nbdist's `distrib_ctx` leaves such a loader alone."""
+    """A mark that the rows are already divided among the ranks: nbdist's `distrib_ctx` does not change such a
+    loader."""
 
     batch_size: int
     shuffle: bool
@@ -35,17 +36,17 @@ class Adapter:
 
     @property
     def rows(self) -> int:
-        """Number of rows of the whole input, over all ranks."""
+        """The number of rows of the whole input, over all ranks."""
         raise NotImplementedError
 
     @property
     def rank(self) -> int:
-        """Rank whose rows the loader yields."""
+        """The rank whose rows the loader yields."""
         raise NotImplementedError
 
     @property
     def world_size(self) -> int:
-        """Number of ranks among which the rows are divided."""
+        """The number of ranks among which the rows are divided."""
         raise NotImplementedError
 
     @property
@@ -55,12 +56,12 @@ class Adapter:
 
     @property
     def bs(self) -> int:
-        """The `batch_size`, by fastai's name."""
+        """The `batch_size`, under fastai's name."""
         return self.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """True if rows that do not fill a batch on every rank are left out."""
+        """True if rows are left out that do not fill a batch on every rank."""
         return self.remainder == "drop"
 
     @property
@@ -97,7 +98,8 @@ class Adapter:
         return other
 
     def get_idxs(self) -> Tensor:
-        """Return the row of each result gathered by `to_detach`, shape (rows,); fastai sorts by it."""
+        """Return the row of each result that `to_detach` has gathered, shape (rows,). fastai sorts the results by
+        it."""
         partition = self.partition
         if self.shuffle or partition.world_size == 1:
             return torch.arange(partition.rows)  # as they come
@@ -112,12 +114,12 @@ class Adapter:
         return torch.cat(parts)
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
-        """Do fastai's `to_detach` for results of the last batch: gathered from all ranks, each row once.
+        """Replace fastai's `to_detach` for results of the last batch: gather them from all ranks, each row once.
 
         fastai's own function assumes that all ranks have the same number of rows; otherwise it hangs or mixes rows up.
-        A number, such as a loss, becomes the mean over all rows of the step. fastai weighs the steps of an epoch by the
-        rank's own rows: if ranks decide by such a mean (early stopping), ``remainder="pad"`` makes it equal on all
-        ranks.
+        A number, such as a loss, becomes the mean over all rows of the step. fastai weights the steps of an epoch by
+        the rank's own number of rows. If ranks decide by such a mean (early stopping), use ``remainder="pad"``, with
+        which it is equal on all ranks.
         """
         from fastai.torch_core import apply, maybe_gather
 
@@ -146,7 +148,7 @@ def _padded(x: Tensor, partition: Partition, step: int) -> Tensor:
 
 
 def _rows(everyone: Tensor, partition: Partition, step: int) -> Tensor:
-    """Join all ranks' padded results, shape (ranks, rows, ...), without results of padding and of repeated rows."""
+    """Join all ranks' padded results, shape (ranks, rows, ...), without the results of padding and of repeated rows."""
     return torch.cat([one[: partition.size_without_repeats(rank, step)] for rank, one in enumerate(everyone)])
 
 
@@ -157,7 +159,7 @@ def _mean(everyone: Tensor, partition: Partition, step: int) -> Tensor:
 
 
 class _Progress:
-    """The attributes that accelerate's `GradientState` reads: `accumulate` makes a step at the end of the loader."""
+    """The attributes that accelerate's `GradientState` reads: at the end of the loader, `accumulate` makes a step."""
 
     end_of_dataloader = False
     remainder = 0  # rows that gather_for_metrics is to keep of the last step; 0: all

@@ -29,42 +29,43 @@ class Loader(Adapter):
     result of `transform`. Batches may be views of shared memory: do not resize them.
 
     With a process group, make and use the loader on all ranks: the constructor compares their arguments, so that they
-    cannot have different numbers of steps and wait for one another for ever.
+    cannot have different numbers of steps and wait for one another forever.
 
-    Each complete iteration is an epoch, and the next has a new order. An interrupted one starts again, in the same
-    order, unless `load_state_dict` or `set_epoch` says otherwise.
+    Each complete iteration is an epoch, and the next epoch has a new order. After an interrupted iteration, the next
+    one starts the epoch again, in the same order, unless `load_state_dict` or `set_epoch` was called.
 
-    The signatures of `MemoryLoader` and `ParquetLoader` list the arguments with their defaults.
+    The arguments are listed, with their defaults, in the signatures of `MemoryLoader` and `ParquetLoader`.
 
     Args:
-        batch_size: Rows per step on each rank.
-        shuffle: A new random order each epoch; otherwise the order of the input.
-        seed: Together with the epoch it determines the order. None: drawn by rank 0 from torch's generator.
+        batch_size: The number of rows of a step on each rank.
+        shuffle: Whether each epoch has a new random order; otherwise rows come in the order of the input.
+        seed: The seed, which together with the epoch determines the order. None: rank 0 draws it from torch's
+            generator.
         remainder: The treatment of rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
         keyed: The columns with which the model or `predict` calls `keyed_jagged`, in that order: ids, or lists of ids,
             of at most 31 bits. The loader then makes the keyed tensors ahead, in int32, so that half the bytes are sent
             to the ranks that hold the rows. `transform` must not change these columns.
-        transform: Called with each batch; the loader yields its result instead of the batch.
-        device: The device of batches. None: the device of the rank; without ranks, the CPU. If the columns are not
-            lists and take at most a quarter of a GPU's free memory, they are copied to the GPU once, and batches are
-            gathered there; later changes of the columns have no effect, unless torch makes them. Otherwise batches are
-            gathered on the CPU, and copied asynchronously through pinned memory.
-        prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
-            else 0, which uses no thread.
-        pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
+        transform: A function that is called with each batch. The loader yields its result instead of the batch.
+        device: The device of batches. None: the device of the rank; without ranks, the CPU. If there are no columns of
+            lists, and the columns take at most a quarter of a GPU's free memory, they are copied to the GPU once, and
+            batches are gathered there. Later changes of the columns then have no effect, unless torch makes them.
+            Otherwise batches are gathered on the CPU, and copied asynchronously through pinned memory.
+        prefetch: The number of blocks (a few MB each) that a thread makes in advance. None: 2 if there is a disk or a
+            GPU to wait for, otherwise 0, which uses no thread.
+        pin_memory: Whether batches that stay on the CPU are in page-locked memory.
         rank: The rank whose share of the rows the loader yields. None: this process's rank when the loader is used;
             without a process group, all rows.
         world_size: The number of ranks that share the rows. None: the number of ranks of the process group.
 
     Raises:
-        ValueError: Arguments make no sense, or differ between ranks.
+        ValueError: An argument is invalid, or differs between ranks.
     """
 
     _waits = True  # whether making a block takes waiting
     _group: Any = None  # through which ranks agree, if not the default process group
     table: Columns | None = None  # all rows, where they are in memory from epoch to epoch
     whole = True
-    """True where all rows are held in memory."""
+    """True if all rows are held in memory."""
 
     def __init__(
         self,
@@ -135,9 +136,10 @@ class Loader(Adapter):
                     break
 
     def _epoch_on_device(self) -> Window | None:
-        """Return the remaining epoch as one window of dense columns on the device; None if that is not possible.
+        """Return the remaining epoch as one window of dense columns on the device; None if it does not fit or has
+        lists.
 
-        A caller that takes batches from it calls `_advance` for them.
+        A caller that takes batches from the window must call `_advance` for them.
         """
         if not self.whole or self._rest is not None:
             return None
@@ -151,7 +153,7 @@ class Loader(Adapter):
         return window if there else None
 
     def _advance(self, steps: int) -> None:
-        """Advance the position as if `steps` further batches of the epoch had been yielded."""
+        """Advance the position, as if `steps` more batches of the epoch had been yielded."""
         self._start = self._step = self._step + steps
         if self._step == len(self):
             self.set_epoch(self._epoch + 1)
@@ -161,33 +163,34 @@ class Loader(Adapter):
         raise NotImplementedError
 
     def _fingerprint(self) -> str:
-        """Return a fingerprint, equal for inputs with equal columns in equal pieces."""
+        """Return a fingerprint that is equal for inputs with equal columns in equal pieces."""
         raise NotImplementedError
 
     @property
     def rank(self) -> int:
-        """Rank whose rows the loader yields."""
+        """The rank whose rows the loader yields."""
         return self._shard[0] if self._shard else ranks.rank()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks among which the rows are divided."""
+        """The number of ranks among which the rows are divided."""
         return self._shard[1] if self._shard else ranks.world_size()
 
     @property
     def partition(self) -> Partition:
-        """The assignment of rows to ranks and steps; in an epoch that other ranks began, of the remaining rows."""
+        """The assignment of rows to ranks and steps. In an epoch that other ranks began, it covers the remaining
+        rows."""
         whole = super().partition
         return whole if self._rest is None else dataclasses.replace(whole, rows=self._rest.rows)
 
     @property
     def begun_elsewhere(self) -> bool:
-        """True if the epoch was begun on other ranks, or with other batches: it has fewer steps then."""
+        """True if the epoch was begun by other ranks, or with another batch size. Then the epoch has fewer steps."""
         return self._rest is not None
 
     @property
     def repeats(self) -> int:
-        """Number of rows at the end of the last batch that ``"pad"`` has repeated from another rank."""
+        """The number of rows at the end of the last batch that ``"pad"`` has repeated from another rank."""
         partition, step = self.partition, max(self._step - 1, 0)
         return partition.size(self.rank, step) - partition.size_without_repeats(self.rank, step)
 
@@ -251,7 +254,7 @@ class Loader(Adapter):
         """Resume the next iteration at the position of `state`: with the rest of its epoch, in the same order.
 
         On another number of ranks, or with another batch size, the remaining rows of the epoch are divided again, so
-        that each still comes once. If they are too few for a step of all ranks, they are left out.
+        that each is still used once. If they are too few for a step of all ranks, they are left out.
 
         Raises:
             ValueError: The state belongs to other data, or to another way to divide rows.
@@ -301,11 +304,12 @@ class Loader(Adapter):
                 if theirs[name] != value and not (name == "seed" and any_seed):
                     raise ValueError(
                         f"ranks do not agree about this loader: {name} is {value!r} on rank 0 and {theirs[name]!r} on "
-                        f"rank {rank}. Make it alike on all ranks, or give rank= and world_size="
+                        f"rank {rank}. Make it with equal arguments on all ranks, or give rank= and world_size="
                     )
 
     def _seed_of(self, *key: int) -> int:
-        """Return the seed for one purpose, which depends only on seed and key."""
+        """Return a seed for one purpose, such as the order of the rows. It depends only on the loader's seed and the
+        key."""
         state = np.random.SeedSequence([abs(self.seed), int(self.seed < 0), *key]).generate_state(1, np.uint64)
         return int(state[0]) >> 1
 

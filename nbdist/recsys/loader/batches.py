@@ -19,19 +19,19 @@ GPU_BLOCK_BYTES = 1 << 26  # that are gathered on a GPU in one go
 
 
 class Block(NamedTuple):
-    """Some consecutive batches in one piece: gathered, pinned and copied together, yielded one by one."""
+    """Consecutive batches in one piece: gathered, pinned and copied together, yielded one by one."""
 
     columns: Columns
     boundaries: list[int]
-    """Rows at which the batches begin, and the end of the last one."""
+    """The rows at which the batches begin, and the end of the last one."""
     value_boundaries: dict[str, list[int]]
     """The positions in each list column's values at which batches begin; known before the block goes to a GPU."""
     keyed: Keyed | None = None
-    """The batches' keyed jagged tensors."""
+    """The keyed jagged tensors of the batches."""
 
     @classmethod
     def make(cls, columns: Columns, boundaries: list[int]) -> Block:
-        """Make a block of `columns`, divided into batches at `boundaries`."""
+        """Make a block from `columns`, divided into batches at `boundaries`."""
         value_boundaries = {k: c.offsets[boundaries].tolist() for k, c in columns.items() if isinstance(c, Ragged)}
         return cls(columns, boundaries, value_boundaries)
 
@@ -66,12 +66,12 @@ class Block(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Rows in memory, and the rows at the positions from `start` on."""
+    """Rows in memory, and the row numbers for the positions from `start` on."""
 
     start: int
     table: Columns
     order: Tensor
-    """Integers, shape (positions,)."""
+    """The row numbers, integers, shape (positions,)."""
 
 
 def blocks(

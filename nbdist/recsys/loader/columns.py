@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ragged(NamedTuple):
-    """A column with a list per row: row i has ``values[offsets[i]:offsets[i + 1]]``.
+    """A column with a list in each row: row i has ``values[offsets[i]:offsets[i + 1]]``.
 
     This is the format of `torch.nn.functional.embedding_bag` with ``include_last_offset=True``.
 
@@ -27,9 +27,9 @@ class Ragged(NamedTuple):
     """
 
     values: Tensor
-    """Shape (total,): the lists, one after the other."""
+    """The elements of all lists, one list after the other; shape (total,)."""
     offsets: Tensor
-    """Shape (rows + 1,), int64, from 0 to total."""
+    """The offsets of the lists, shape (rows + 1,), int64, from 0 to total."""
 
     @property
     def lengths(self) -> Tensor:
@@ -38,7 +38,7 @@ class Ragged(NamedTuple):
 
 
 Column: TypeAlias = Tensor | Ragged
-"""A tensor of shape (rows, ...), or one list per row."""
+"""A column: a tensor of shape (rows, ...), or one list per row."""
 Columns: TypeAlias = dict[str, Column]
 
 
@@ -46,13 +46,13 @@ class KeyedIds(NamedTuple):
     """The ids of some columns of a batch in one piece, in TorchRec's format."""
 
     keys: list[str]
-    """The columns."""
+    """The names of the columns."""
     values: Tensor
-    """Int32, shape (ids,): key after key."""
+    """The ids, int32, shape (ids,): key after key."""
     lengths: Tensor
-    """Int32, shape (keys * rows,), in the same order."""
+    """The lengths of the lists, int32, shape (keys * rows,), in the same order."""
     counts: list[int]
-    """Number of ids of each key."""
+    """The number of ids of each key."""
     rows: int
     limits: dict[str, tuple[int, int]]
     """The smallest and the largest id of each key that has any."""
@@ -91,7 +91,7 @@ class Batch(dict[str, Column]):
 
 
 def _state(column: Column) -> list[tuple[int, int]]:
-    """Return the identity and version of a column, which change when it is replaced or written to."""
+    """Return the identity and the version of a column, which change when the column is replaced or written to."""
     parts = column if isinstance(column, Ragged) else (column,)
     return [(id(part), version_of(part)) for part in parts]
 
@@ -149,14 +149,15 @@ def _select(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
 
 
 def empty_like(tensor: Tensor, rows: int, pinned: bool) -> Tensor:
-    """Make room for rows of a tensor's shape, dtype and device; on the CPU, if `pinned`, in page-locked memory."""
+    """Allocate memory for rows of a tensor's shape, dtype and device; on the CPU, if `pinned`, in page-locked
+    memory."""
     pinned = pinned and tensor.device.type == "cpu"
     return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
 
 
 def split(tensor: Tensor, boundaries: Sequence[int]) -> Sequence[Tensor]:
-    """Split a column at these rows; the last number is the end of the last part. One call takes a fifth of the time of
-    slices. Writing to one part does not affect autograd's record of the others."""
+    """Split a column at these rows. The last number is the end of the last part. One call takes a fifth of the time of
+    slices. Autograd keeps a separate record of writes for each part."""
     return tensor.unsafe_split_with_sizes([stop - start for start, stop in itertools.pairwise(boundaries)])
 
 
@@ -180,7 +181,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
         ValueError: A column is missing, or has another shape.
     """
     if name not in batch:
-        raise ValueError(f"the batch has no column {name!r}, but {', '.join(batch)}")
+        raise ValueError(f"the batch has no column {name!r}; its columns are {', '.join(batch)}")
     column = batch[name]
     if not isinstance(column, Ragged) and column.ndim != 1:
         raise ValueError(f"column {name!r} has shape {tuple(column.shape)}: a list or one id per row is needed")
@@ -192,11 +193,11 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
 
     Args:
         batch: A batch of a loader.
-        keys: The columns to take, all of one dtype: lists, or one id per row (shape (rows,)), which becomes a list of
+        keys: The columns to use, all of one dtype: lists, or one id per row (shape (rows,)), which becomes a list of
             one. Other columns are left out.
 
     Raises:
-        ValueError: A column is missing, has another shape, or another dtype than the first.
+        ValueError: A column is missing, has another shape, or has another dtype than the first.
         ImportError: TorchRec is not installed.
 
     Examples:

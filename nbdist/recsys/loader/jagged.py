@@ -1,4 +1,4 @@
-"""TorchRec's keyed jagged tensor with the limits of its ids. Imported when one is made."""
+"""TorchRec's keyed jagged tensor, with the limits of its ids. This module is imported when one is made."""
 
 from __future__ import annotations
 

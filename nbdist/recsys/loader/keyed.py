@@ -19,24 +19,24 @@ class Keyed(NamedTuple):
 
     keys: list[str]
     values: Tensor
-    """Int32, shape (ids,): batch after batch, and within each key after key."""
+    """The ids, int32, shape (ids,): batch after batch, and within each batch key after key."""
     lengths: Tensor
-    """Int32, shape (rows * keys,), in the same order."""
+    """The lengths of the lists, int32, shape (rows * keys,), in the same order."""
     counts: list[list[int]]
-    """Number of ids of each key, for each batch; known before the block goes to a GPU."""
+    """The number of ids of each key, for each batch. It is known before the block goes to a GPU."""
     starts: list[int]
-    """The first position of each batch among the values, and the end of the last one."""
+    """The first position of each batch among the ids, and the end of the last batch."""
     rows: list[int]
-    """The same, of their rows."""
+    """The first position of each batch among the lengths, and the end of the last batch."""
     limits: list[dict[str, tuple[int, int]]]
     """The smallest and the largest id of each key that has any, for each batch."""
 
     @classmethod
     def make(cls, columns: Columns, boundaries: Sequence[int], keys: Sequence[str], pinned: bool = False) -> Keyed:
-        """Make the ids of batches that begin at these rows; `pinned`: in page-locked memory.
+        """Make the ids of batches that begin at these rows. `pinned`: they are in page-locked memory.
 
         Raises:
-            ValueError: A column has no integers, has another shape, or an id of more than 31 bits.
+            ValueError: A column is not of integers, has another shape, or has an id of more than 31 bits.
         """
         values: list[list[Tensor]] = []  # of each key, of each batch
         lengths: list[list[Tensor]] = []

@@ -1,6 +1,6 @@
-"""Batches for every rank, from Parquet files or from memory: equal steps, one shuffle for all, resumable.
+"""Batches for every rank, from Parquet files or from memory: equal numbers of steps, one shuffle for all, resumable.
 
-A loader is made and used like a `torch.utils.data.DataLoader` and divides the rows among the ranks by itself::
+A loader is used like a `torch.utils.data.DataLoader`, and divides the rows among the ranks by itself::
 
     loader = ParquetLoader("train/*.parquet", 4096, shuffle=True, device=device)
     for batch in loader:
@@ -29,20 +29,20 @@ from .tables import dtype_of, to_table
 
 
 class MemoryLoader(Loader):
-    """Batches from memory; shuffled, in a random order of all rows that is equal on any CPU or GPU.
+    """Batches from memory. A shuffle puts all rows into a random order that is equal on any CPU or GPU.
 
     Args:
         data: Tensors, NumPy arrays or `Ragged` in a mapping (batches are dicts) or in a tuple or list (batches are
-            tuples), all with equally many rows; or a polars or pandas frame, or an Arrow table. Tensors may be
-            on a GPU. Tensors and arrays are not copied, unless their rows are scattered in memory, as in an
-            array of a data frame's columns: gathering them would take 5 to 40 times as long.
-        batch_size: Rows per step on each rank.
+            tuples), all with the same number of rows; or a polars or pandas frame, or an Arrow table. Tensors may be on
+            a GPU. Tensors and arrays are not copied, unless their rows are scattered in memory, as in an array of a
+            data frame's columns: gathering them would take 5 to 40 times as long.
+        batch_size: The number of rows of a step on each rank.
         shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        TypeError, ValueError: No batches can be made of a column, it has nulls, or the columns differ in length. The
-            error names the column.
+        TypeError, ValueError: A column cannot be made into batches, has nulls, or has another length than the others.
+            The error names the column.
 
     Examples:
         >>> import torch
@@ -119,15 +119,16 @@ class ParquetLoader(Loader):
     files were written shuffled, and their row groups are small compared to a window, this is as good as a full shuffle.
 
     Args:
-        files: A file, a folder, a glob pattern, or several; all with the same schema.
-        batch_size: Rows per step on each rank.
-        columns: Names of columns to read. None: all. Numbers, booleans, lists of them; no nulls.
-        memory_bytes: Bytes that a rank may use for rows.
+        files: A file, a folder, a glob pattern, or several of these, all with the same schema.
+        batch_size: The number of rows of a step on each rank.
+        columns: The names of the columns to read: numbers, booleans, or lists of them, without nulls. None: all.
+        memory_bytes: The number of bytes that a rank may use for rows.
         shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        FileNotFoundError, ValueError: As for `ParquetFiles`; or `memory_bytes` is too little for the largest row group.
+        FileNotFoundError, ValueError: The errors of `ParquetFiles`; or `memory_bytes` is too small for the largest row
+            group.
 
     Examples:
         >>> import polars as pl
@@ -162,7 +163,7 @@ class ParquetLoader(Loader):
         self.table: Columns | None = None
         size, rows = self._files.size, self.rows
         self.whole = size + 8 * rows <= memory_bytes // 2
-        """True where all rows are held in memory."""
+        """True if all rows are held in memory."""
         largest = max(self._files.groups, key=lambda group: group.size)
         # Apart from the window of rows: a row group of Arrow's, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
@@ -170,12 +171,12 @@ class ParquetLoader(Loader):
         other_bytes = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
         # Allocators keep a little more than they are asked for.
         self.window = memory_bytes - memory_bytes // 16 - other_bytes
-        """Bytes of the rows that are held otherwise."""
+        """The number of bytes of the rows in memory, if not all rows are."""
         if not self.whole and self.window < largest.size + 8 * largest.rows:
             need = -(-16 * (largest.size + 8 * largest.rows + other_bytes) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
-                f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Say memory_bytes={need} or "
+                f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Use memory_bytes={need} or "
                 "more, or write the file with smaller row groups"
             )
         super().__init__(

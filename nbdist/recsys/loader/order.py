@@ -20,7 +20,7 @@ def drawn(rows: int, seed: int, start: int, stop: int, device: torch.device) -> 
     """Return positions ``start .. stop - 1`` of the random order of `rows` for `seed`.
 
     Returns:
-        Row numbers, shape (stop - start,), int32 where all of them fit; on `device`.
+        The row numbers, shape (stop - start,), on `device`; int32 if all of them fit.
     """
     kind = torch.int32 if rows < 2**31 else torch.int64
     if rows < _FEW:

@@ -19,16 +19,16 @@ from .tables import check_type, is_list, to_columns
 
 
 class ParquetFiles:
-    """The chosen columns of Parquet files with one schema; reads footers only until `read` is called.
+    """The chosen columns of Parquet files with one schema. Only footers are read until `read` is called.
 
     Args:
         files: As for `storage.find_partitioned`.
-        columns: Names of columns, in this order. None: all; columns in the names of folders come last.
+        columns: The names of the columns, in this order. None: all; columns in the names of folders are last.
 
     Raises:
         FileNotFoundError: A file does not exist.
         ValueError: A file is not Parquet, a column is missing, has a type without a tensor or another type than in the
-            first file, or no file has a row. The error names file and column.
+            first file, or there are no rows. The error names file and column.
     """
 
     def __init__(self, files: Paths, columns: Sequence[str] | None = None) -> None:
@@ -51,8 +51,9 @@ class ParquetFiles:
             self._partitions[name] = [value for value in values if isinstance(value, int)]
             if len(self._partitions[name]) < len(values):
                 raise ValueError(
-                    f"{self.paths[0]}: column {name!r}, after which a folder is called, has values that are no "
-                    "integers, and so no tensor: name the columns that are wanted with columns="
+                    f"{self.paths[0]}: column {name!r} comes from the names of folders, and its values are not "
+                    "integers, "
+                    "so it has no tensor: choose the columns to read with columns="
                 )
         types = {**found.types, **dict.fromkeys(self._partitions, pa.int64())}
         self.types = {name: types[name] for name in (types if columns is None else columns)}
@@ -72,8 +73,8 @@ class ParquetFiles:
 
         Args:
             pieces: The rows to read.
-            spare: Memory for dense columns, kept here from one call to the next: the result of the call before is then
-                overwritten. (Freed and allocated again, it would stay with the process twice.)
+            spare: Memory for dense columns, which is kept here from one call to the next: a call overwrites the result
+                of the last one. (If it were freed and allocated again, the process would keep it twice.)
             room: The smallest number of rows in `spare`.
 
         Raises:
@@ -148,19 +149,22 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Loca
     for name in names:
         if schema.names.count(name) != 1:
             raise ValueError(
-                f"{path}: column {name!r} is there {schema.names.count(name)} times; it has {schema.names}"
+                f"{path}: column {name!r} must be in the file once, got {schema.names.count(name)} times in "
+                f"{schema.names}"
             )
         check_type(schema.field(name).type, f"{path}: column {name!r}")
     return {name: _plain(schema.field(name).type) for name in names}
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return a type without differences that tensors lack: pandas writes short lists, polars large ones."""
+    """Return a type without distinctions that tensors lack: pandas writes lists with small offsets, polars with large
+    ones."""
     return pa.large_list(kind.value_type) if is_list(kind) else kind
 
 
 def _roots(schema: pa.Schema) -> list[str]:
-    """Return the column of each leaf of a file's schema; its path is not enough, because names may have dots."""
+    """Return the column of each leaf of a file's schema. The path of a leaf is not enough, because names may have
+    dots."""
     return [field.name for field in schema for _ in range(_leaves(field.type))]
 
 
@@ -169,7 +173,8 @@ def _leaves(kind: pa.DataType) -> int:
 
 
 def _size(group: Any, types: Mapping[str, pa.DataType], roots: Sequence[str]) -> int:
-    """Return the exact bytes of a row group's chosen columns as tensors: Parquet has the number of values."""
+    """Return the exact number of bytes of a row group's chosen columns as tensors, from the number of values in the
+    footer."""
     size = 0
     for index in range(group.num_columns):
         chunk = group.column(index)

@@ -23,10 +23,10 @@ class _End(NamedTuple):
 
 
 def ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
-    """Yield the same items, made in a background thread, up to `depth` of them in advance; an exception keeps its
-    place.
+    """Yield the same items, made in a background thread, up to `depth` of them in advance. An exception is raised in
+    the place of its item.
 
-    The thread ends with the iterator, even if that is closed early. With depth 0 there is no thread.
+    The thread ends with the iterator, even if the iterator is closed early. With depth 0 there is no thread.
     """
     if depth == 0:
         yield from items
@@ -73,10 +73,10 @@ def on_device(
     """Yield the blocks on `device`, made and copied in advance; on a GPU, in a stream of its own, from pinned memory.
 
     Args:
-        blocks: In CPU memory, or on the device already.
+        blocks: The blocks, in CPU memory or on the device already.
         device: The device of the blocks.
-        depth: The number of blocks in advance; 0 makes and copies each block when it is needed.
-        pin_memory: Whether blocks that stay on the CPU go to page-locked memory; those for a GPU always do.
+        depth: The number of blocks in advance. 0: each block is made and copied when it is needed.
+        pin_memory: Whether blocks that stay on the CPU are in page-locked memory; blocks for a GPU always are.
     """
     if device.type != "cuda":
         yield from ahead((_placed(block, device, pin_memory) for block in blocks), depth)

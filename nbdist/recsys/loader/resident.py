@@ -17,7 +17,7 @@ _PART = 4  # of the GPU's free memory that a table may take, at most: one part i
 class _Copy(NamedTuple):
     source: Columns
     versions: list[int]
-    """Number of writes by torch to each column."""
+    """The number of torch's writes to each column."""
     table: dict[str, Tensor]
     done: torch.cuda.Event
 
@@ -32,12 +32,13 @@ class Resident:
         return Resident, ()
 
     def windows(self, windows: Iterator[Window], device: torch.device, table: Columns | None) -> Iterator[Window]:
-        """Yield the same windows, on a GPU if they have dense columns and are small enough; for its current stream.
+        """Yield the same windows, on a GPU if they have dense columns and are small enough, for the GPU's current
+        stream.
 
         Args:
-            windows: In CPU memory, or on the GPU already.
+            windows: The windows, in CPU memory or on the GPU already.
             device: The GPU.
-            table: The table that is kept there from epoch to epoch; other windows' rows are copied each time.
+            table: The table that stays on the GPU from epoch to epoch. Rows of other windows are copied each time.
         """
         for window in windows:
             dense = _dense(window.table)
@@ -73,7 +74,7 @@ class Resident:
 
 
 def _dense(table: Columns) -> dict[str, Tensor] | None:
-    """Return the table if none of its columns has lists, which cannot be gathered without waiting for a GPU."""
+    """Return the table if none of its columns has lists: lists cannot be gathered without waiting for a GPU."""
     return table if all(isinstance(column, Tensor) for column in table.values()) else None  # type: ignore[return-value]
 
 

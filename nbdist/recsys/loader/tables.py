@@ -28,7 +28,7 @@ def to_table(data: Any) -> Columns:
     elif hasattr(data, "to_numpy") and hasattr(data, "columns"):  # pandas
         columns = {}
         if not data.columns.is_unique:
-            raise ValueError(f"columns {list(data.columns[data.columns.duplicated()])} are there twice")
+            raise ValueError(f"columns {list(data.columns[data.columns.duplicated()])} occur twice")
         for name in data.columns:
             # Not all through Arrow: it takes NaN for null.
             numeric = getattr(data[name].dtype, "kind", "O") in "biuf" and isinstance(data[name].dtype, np.dtype)
@@ -85,7 +85,7 @@ def _to_column(chunked: pa.ChunkedArray, where: str) -> Any:
     check_type(chunked.type, where)
     array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
     if array.null_count:
-        raise ValueError(f"{where} has {array.null_count} null(s), which no tensor can hold: fill or drop them first")
+        raise ValueError(f"{where} has {array.null_count} null(s), which a tensor cannot hold: fill or drop them first")
     if pa.types.is_fixed_size_list(array.type):
         return _dense(array.flatten(), where).reshape(len(array), array.type.list_size)
     if is_list(array.type):
@@ -113,5 +113,5 @@ def check_type(kind: pa.DataType, where: str) -> None:
         if is_list(inner) or pa.types.is_fixed_size_list(inner):
             advice = "flatten lists of lists first, as with pl.col(...).list.eval(pl.element().explode())"
         raise ValueError(
-            f"{where} is {kind}, which has no tensor: {advice}, or name the columns that are wanted with columns="
+            f"{where} is {kind}, which has no tensor: {advice}, or choose the columns to read with columns="
         )

@@ -1,4 +1,4 @@
-"""Metrics of predicted probabilities compared with how often the label is 1 at all."""
+"""Metrics that compare predicted probabilities with the share of rows with label 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rows import LogLoss
 
 
 class _OfProbabilities(LogLoss):
-    """Sums over rows by their weights: the loss, the predictions, the labels."""
+    """Sums over rows, with weights, of the loss, the predictions and the labels."""
 
     def __init__(self, logits: bool = False) -> None:
         super().__init__(logits)
@@ -28,7 +28,7 @@ class _OfProbabilities(LogLoss):
             weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
-            ValueError: As for `LogLoss.update`.
+            ValueError: The errors of `LogLoss.update`.
         """
         super().update(preds, target, weights)
         preds, target = preds.detach().flatten().double(), target.detach().flatten().double()
@@ -40,8 +40,8 @@ class _OfProbabilities(LogLoss):
 class NormalizedEntropy(_OfProbabilities):
     """The log loss, divided by the log loss of a model that always predicts the share of labels of 1 (He et al., 2014).
 
-    Below 1 the model says more than this share; 0 is perfect. Unlike the log loss, it can be compared between data with
-    different shares.
+    Below 1, the model predicts better than this share; 0 is perfect. Unlike the log loss, it can be compared between
+    data with different shares.
 
     Args:
         logits: Whether predictions are logits; otherwise they are probabilities.
@@ -60,13 +60,15 @@ class NormalizedEntropy(_OfProbabilities):
         only."""
         loss, share = super().compute(), self.positive / self.weight
         if not 0 < share < 1:
-            raise ValueError(f"NormalizedEntropy: labels of 1 are a share of {float(share):g}: it needs both labels")
+            raise ValueError(
+                f"NormalizedEntropy: labels must be both 0 and 1, got a share of {float(share):g} of labels of 1"
+            )
         entropy: Tensor = -(share * share.log() + (1 - share) * (1 - share).log())
         return loss / entropy
 
 
 class Calibration(_OfProbabilities):
-    """The mean prediction divided by the share of labels of 1: above 1 the model promises too much.
+    """The mean prediction divided by the share of labels of 1. Above 1, the predictions are too high.
 
     Args:
         logits: Whether predictions are logits; otherwise they are probabilities.
@@ -86,5 +88,5 @@ class Calibration(_OfProbabilities):
         """Return the ratio over all rows of all ranks. Raises `ValueError` without rows, or without a label of 1."""
         check_some_rows(self, self.weight)
         if not self.positive:
-            raise ValueError("Calibration: no row has the label 1, and the ratio needs one")
+            raise ValueError("Calibration: at least one row must have the label 1, got none")
         return self.predicted / self.positive

@@ -1,4 +1,5 @@
-"""Numbers of ranked lists of items that do not depend on what is right: how many items they show, and how rare ones."""
+"""Properties of ranked lists of items without regard to their correctness: how many items they show, and how rare these
+are."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ def catalog_metrics(ranked: Tensor, counts: Tensor, k: int | None = None) -> dic
     With a process group, all ranks must call it, each with its own users, and get the same numbers.
 
     Args:
-        ranked: Places of items, integers, the best first; shape (users, at least k); -1 where there is none.
-        counts: How often each item was taken, at least 0; shape (items,), the same on all ranks.
-        k: The number of ranked items that count. None: all.
+        ranked: The positions of items, integers, the best first; shape (users, at least k); -1: no item.
+        counts: The number of times that each item was taken, at least 0; shape (items,), the same on all ranks.
+        k: The number of items in each list that are evaluated. None: all.
 
     Returns:
-        "coverage@k": the share of the items that are in a list at all. "novelty@k": the mean over listed items of
+        "coverage@k": the share of all items that are in at least one list. "novelty@k": the mean over listed items of
         -log2 of the item's share of `counts`, in bits; an item that was never taken counts as taken once.
 
     Raises:
-        TypeError: They are no tensors.
-        ValueError: Items are not integers below the number of items, counts are below 0 or all 0, k is more than there
-            are, or no list has an item.
+        TypeError: `ranked` or `counts` is no tensor.
+        ValueError: Items are not integers below the number of items, counts are below 0 or all 0, k is larger than the
+            lists, or no list has an item.
 
     Examples:
         >>> import torch

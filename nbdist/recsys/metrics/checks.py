@@ -1,4 +1,4 @@
-"""Checks for all metrics: rows of equal number, with one column, and finite numbers."""
+"""Checks for all metrics: one column, equal numbers of rows, and finite numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchmetrics import Metric
 
 
 def checked_rows(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both flat and without gradient.
+    """Return both tensors flat and without gradients.
 
     Raises:
         ValueError: An argument has several columns, the numbers of rows differ, or a number is not finite.
@@ -25,7 +25,7 @@ def checked_weights(weights: Tensor | None, rows: Tensor) -> Tensor:
     """Return the weights of some rows, flat, float64; without weights, 1 for each.
 
     Raises:
-        ValueError: There are more or fewer weights than rows, or a weight is below 0 or not finite.
+        ValueError: The number of weights is not the number of rows, or a weight is below 0 or not finite.
     """
     if weights is None:
         return torch.ones((), dtype=torch.float64, device=rows.device).expand(len(rows))
@@ -40,7 +40,7 @@ def checked_weights(weights: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def checked_labels(targets: Tensor) -> Tensor:
-    """Return labels as integers; raise `ValueError` for others than 0 and 1."""
+    """Return labels as integers. Raises `ValueError` for labels other than 0 and 1."""
     wrong = (targets != 0) & (targets != 1)
     if wrong.any():
         row = int(wrong.nonzero()[0])
@@ -54,7 +54,7 @@ def check_finite(what: str, values: Tensor, owners: Tensor | None = None) -> Non
     Args:
         what: The name of the values, in the plural.
         values: Shape (rows,).
-        owners: For each row the user, to be named; shape (rows,).
+        owners: The user of each row, for the error; shape (rows,).
     """
     wrong = ~values.isfinite()
     if wrong.any():

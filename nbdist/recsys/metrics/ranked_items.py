@@ -18,22 +18,22 @@ def ranking_metrics(
     With a process group, all ranks must call it, each with its own users, and get the same numbers.
 
     Args:
-        ranked: The ranked items of each user, integers, the best first; shape (users, at least k). -1 fills places
-            without an item. Of an item that occurs twice, the first place counts.
-        relevant: The items that each user took. An item that occurs twice counts once. -1 is an item that the model
-            does not know (see `ItemIndex.places`): each -1 counts as a miss.
-        k: The number of ranked items that count. None: all.
+        ranked: The ranked items of each user, integers, the best first; shape (users, at least k). -1 stands for no
+            item. If an item occurs twice, the first position counts.
+        relevant: The items that each user took. An item that occurs twice counts once. -1 stands for an item that the
+            model does not know (see `ItemIndex.places`); each -1 counts as a miss.
+        k: The number of items in each list that are evaluated. None: all.
         weights: The weight of each user in the means, at least 0; shape (users,). None: 1.
 
     Returns:
-        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something. And numbers:
-            "users" who took something, "users_without_items" who did not and are left out, and "unknown_items", the
-        relevant items that are -1.
+        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took at least one item. Also three
+        counts: "users" who took an item, "users_without_items", who took none and are left out, and "unknown_items",
+        the number of -1 in `relevant`.
 
     Raises:
-        TypeError: `ranked` is no tensor, or `relevant` no `Ragged`.
-        ValueError: `ranked`, `relevant` and `weights` are of different numbers of users, items are not integers, k is
-            more than there are, a weight is below 0 or not finite, or no user with a weight above 0 took anything.
+        TypeError: `ranked` is not a tensor, or `relevant` is not a `Ragged`.
+        ValueError: `ranked`, `relevant` and `weights` have different numbers of users, items are not integers, k is
+            larger than the lists, a weight is below 0 or not finite, or no user with a weight above 0 took an item.
 
     Examples:
         >>> import torch
@@ -68,10 +68,10 @@ def ranking_metrics(
     everyone = ranks.all_gather((mine, [float(each @ weights) for each in sums.values()] + [float(weights.sum())]))
     users, without, unknown = (sum(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True))
     if not users:
-        raise ValueError("no user took anything: there is nothing to measure by")
+        raise ValueError("no user took anything: there is nothing to measure")
     *totals_of, weight = [sum(values) for values in zip(*(values for _, values in everyone), strict=True)]
     if not weight:
-        raise ValueError("all users who took something have the weight 0: there is nothing to measure by")
+        raise ValueError("all users who took something have the weight 0: there is nothing to measure")
     return {
         **{f"{name}@{k}": total / weight for name, total in zip(sums, totals_of, strict=True)},
         "users": users,
@@ -81,7 +81,7 @@ def ranking_metrics(
 
 
 def per_user(ranked: Tensor, relevant: Ragged) -> tuple[dict[str, Tensor], Tensor]:
-    """Return recall, NDCG, hit rate and MRR of each user who took something, float64; and which users did, booleans."""
+    """Return recall, NDCG, hit rate and MRR of each user who took an item, float64, and a mask of these users."""
     k = ranked.shape[1]
     hits, totals = _hits(ranked.long(), relevant)
     there = totals > 0
@@ -97,7 +97,7 @@ def per_user(ranked: Tensor, relevant: Ragged) -> tuple[dict[str, Tensor], Tenso
 
 
 def _hits(ranked: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
-    """Return which ranked items are relevant, each once, shape (users, k); and the number of relevant items, shape
+    """Return which ranked items are relevant, each item once, shape (users, k); and the number of relevant items, shape
     (users,)."""
     users, k = ranked.shape
     user = torch.arange(users, device=ranked.device)

@@ -1,6 +1,6 @@
-"""Metrics of ranked rows, over all ranks: how many of a user's positive rows are among the first k.
+"""Metrics of ranked rows, over all ranks: how many of a user's positive rows are among the user's first k rows.
 
-A third tensor, `indexes`, gives the group of each row, such as its user. ::
+A third tensor, `indexes`, has the group of each row, such as the user. ::
 
     recall = Recall(10)
     for batch in loader:
@@ -26,13 +26,13 @@ _STATES = {"preds": torch.float64, "target": torch.uint8, "indexes": torch.int64
 
 
 class Grouped(Metric):
-    """A mean over users of a value of the order of each user's rows.
+    """A metric that is the mean over users of a value, which depends on the order of the user's rows.
 
-    Rows with the same score count by their expectation over all orders of these rows. Users without a positive row are
-    left out of the mean; `compute` counts them, and rank 0 warns of them.
+    Rows with equal scores are counted by the expected value over all orders of these rows. Users without a positive row
+    are left out of the mean; `compute` counts them, and rank 0 warns of them.
 
     Args:
-        k: The number of a user's rows that count. None: all.
+        k: The number of a user's top rows that are evaluated. None: all.
 
     Raises:
         ValueError: `k` is less than 1.
@@ -43,9 +43,9 @@ class Grouped(Metric):
     full_state_update = False
 
     users = 0
-    """Number of users in the mean of `compute`."""
+    """The number of users in the mean of `compute`."""
     users_without_positives = 0
-    """Number of users that `compute` has left out of the mean."""
+    """The number of users that `compute` has left out of the mean."""
 
     def __init__(self, k: int | None) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class Grouped(Metric):
 
         Args:
             preds: Scores, one per row; the row with the highest score comes first.
-            target: Whether the user took it: 0 or 1, or booleans.
+            target: The label of each row: 0 or 1, or booleans.
             indexes: The user of each row: integers.
-            weights: The weight of the user of each row, at least 0, equal in all rows of a user. None: 1.
+            weights: The weight of each row's user, at least 0, equal in all rows of a user. None: 1.
 
         Raises:
-            ValueError: Their numbers differ, they have several columns, a score or a weight is not finite, a weight is
-                below 0, a label is something else, or users are not integers.
+            ValueError: The tensors differ in their numbers of rows or have several columns, a score or a weight is not
+                finite, a weight is below 0, a label is not 0 or 1, or users are not integers.
         """
         indexes = indexes.flatten()
         if indexes.is_floating_point() or indexes.dtype == torch.bool:
@@ -92,7 +92,7 @@ class Grouped(Metric):
         """Return the mean over all users of all ranks who have a positive row.
 
         Raises:
-            ValueError: There are no rows, or none that is positive; a user has two weights, or all weights are 0.
+            ValueError: There are no rows, or none is positive; a user has two weights, or all weights are 0.
         """
         states: Any = self
         check_some_rows(self, len(states.preds))
@@ -144,7 +144,7 @@ class Recall(Grouped):
     """The share of a user's positive rows among the first k rows of the user; mean over users.
 
     Args:
-        k: The number of rows at the top that count.
+        k: The number of top rows of each user that are evaluated.
 
     Examples:
         >>> import torch
@@ -167,7 +167,7 @@ class NDCG(Grouped):
     """The discounted gain of the first k rows of each user, as a share of the best possible gain; mean over users.
 
     Args:
-        k: The number of rows at the top that count.
+        k: The number of top rows of each user that are evaluated.
 
     Examples:
         >>> import torch
@@ -189,7 +189,7 @@ class HitRate(Grouped):
     """The share of users with a positive row among their first k.
 
     Args:
-        k: The number of rows at the top that count.
+        k: The number of top rows of each user that are evaluated.
 
     Examples:
         >>> import torch
@@ -211,7 +211,7 @@ class MRR(Grouped):
     """The reciprocal rank of a user's first positive row, 0 if it is not among the first k; mean over users.
 
     Args:
-        k: The number of rows at the top that count. None: all.
+        k: The number of top rows of each user that are evaluated. None: all.
 
     Examples:
         >>> import torch
@@ -230,11 +230,11 @@ class MRR(Grouped):
 
 
 class MAP(Grouped):
-    """The mean precision at the places of a user's positive rows, 0 for those that are not among the first k; mean over
-    users.
+    """The mean precision at the positions of a user's positive rows (0 for a row that is not among the first k); mean
+    over users.
 
     Args:
-        k: The number of rows at the top that count. None: all.
+        k: The number of top rows of each user that are evaluated. None: all.
 
     Examples:
         >>> import torch
@@ -253,11 +253,11 @@ class MAP(Grouped):
 
 
 class GAUC(Grouped):
-    """The mean AUC of the rows of a user, by the user's number of rows (Zhou et al., KDD 2018): whether the model
-    orders what a user was shown, and not which users take more.
+    """The mean AUC of the rows of a user, weighted by the user's number of rows (Zhou et al., KDD 2018): it measures
+    the order of the rows of each user, and not which users take more.
 
-    Users whose rows have one label only are left out; `users_without_positives` counts those without a positive row,
-    and `users_without_negatives` the others.
+    Users whose rows all have the same label are left out. `users_without_positives` counts users without a positive
+    row, and `users_without_negatives` the others.
 
     Examples:
         >>> import torch
@@ -269,7 +269,7 @@ class GAUC(Grouped):
     """
 
     users_without_negatives = 0
-    """Number of users with positive rows alone, which `compute` has left out."""
+    """The number of users whose rows are all positive, which `compute` has left out."""
 
     def __init__(self) -> None:
         super().__init__(None)

@@ -1,8 +1,8 @@
 """Metrics of single rows, over all ranks: AUC, log loss, RMSE; and the number of rows per second.
 
-All are torchmetrics metrics: call `update` with each batch on each rank, and `compute` on all ranks. It gives every
-rank the same number, over all rows. Without a process group they cover the rows of this process. Make them on the
-device of the predictions: ``AUC().to(device)``. ::
+All are torchmetrics metrics: call `update` with each batch on each rank, and `compute` on all ranks. `compute` returns
+the same number on every rank, over all rows. Without a process group, the metrics cover the rows of this process. Make
+them on the device of the predictions: ``AUC().to(device)``. ::
 
     auc, speed = AUC(), Throughput()
     for batch in loader:
@@ -27,11 +27,12 @@ from .checks import check_some_rows, checked_labels, checked_rows, checked_weigh
 
 
 class AUC(Metric):
-    """Area under the ROC curve: the probability that a positive row is ranked above a negative one; ties count half.
+    """The area under the ROC curve: the probability that a positive row is ranked above a negative row; ties count
+    half.
 
-    Exact, in double precision: keeps the predictions of all rows, and `compute` gathers the predictions of all ranks on
-    each. (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to
-    it.)
+    It is exact, in double precision: it keeps the predictions of all rows, and `compute` gathers the predictions of all
+    ranks on each rank. (torchmetrics' own `BinaryAUROC` sums in single precision, and applies a sigmoid to batches
+    whose values look like logits.)
 
     Examples:
         >>> import torch
@@ -64,8 +65,8 @@ class AUC(Metric):
             weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
-            ValueError: Their numbers differ, they have several columns, a score or a weight is not finite, a weight is
-                below 0, or a label is something else.
+            ValueError: The tensors differ in their numbers of rows or have several columns, a score or a weight is not
+                finite, a weight is below 0, or a label is not 0 or 1.
         """
         preds, target = checked_rows(preds, target)
         labels, weights = checked_labels(target), checked_weights(weights, preds)
@@ -125,7 +126,7 @@ class _Mean(Metric):
 
 
 class LogLoss(_Mean):
-    """Mean negative log likelihood of labels, in nats.
+    """The mean negative log likelihood of the labels, in nats.
 
     Args:
         logits: Whether predictions are logits; otherwise they are probabilities.
@@ -144,7 +145,7 @@ class LogLoss(_Mean):
         self.logits = logits
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows. A wrong prediction of exactly 0 or 1 counts as 100.
+        """Add rows. A wrong prediction with probability 0 or 1 counts as a loss of 100.
 
         Args:
             preds: Probabilities or, with `logits`, logits, one per row.
@@ -152,7 +153,7 @@ class LogLoss(_Mean):
             weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
-            ValueError: As for `AUC.update`; and where probabilities are outside 0 to 1.
+            ValueError: The errors of `AUC.update`; also probabilities outside 0 to 1.
         """
         preds, target = checked_rows(preds, target)
         labels, weights = checked_labels(target).double(), checked_weights(weights, preds)
@@ -160,13 +161,13 @@ class LogLoss(_Mean):
             losses = nn.functional.binary_cross_entropy_with_logits(preds.double(), labels, reduction="none")
         else:
             if len(preds) and not 0 <= float(preds.min()) <= float(preds.max()) <= 1:
-                raise ValueError("predictions are not probabilities: give sigmoid(predictions), or say logits=True")
+                raise ValueError("predictions are not probabilities: give sigmoid(predictions), or logits=True")
             losses = nn.functional.binary_cross_entropy(preds.double(), labels, reduction="none")
         self._add(losses, weights)
 
 
 class RMSE(_Mean):
-    """Root mean squared error, in the unit of the targets.
+    """The root mean squared error, in the unit of the targets.
 
     Examples:
         >>> import torch
@@ -186,8 +187,8 @@ class RMSE(_Mean):
             weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
-            ValueError: Their numbers differ, they have several columns, one of them is not finite, or a weight is
-                below 0.
+            ValueError: The tensors differ in their numbers of rows or have several columns, a number is not finite, or
+                a weight is below 0.
         """
         preds, target = checked_rows(preds, target)
         self._add((preds.double() - target.double()).square(), checked_weights(weights, preds))
@@ -199,7 +200,7 @@ class RMSE(_Mean):
 
 
 class Throughput(Metric):
-    """Rows per second of all ranks together: all their rows, divided by the time of the slowest rank.
+    """The rows per second of all ranks together: all their rows, divided by the time of the slowest rank.
 
     The time starts at the creation of the metric, or at `reset`, and ends at the last `update`. Work on a GPU may not
     be finished then: call `torch.cuda.synchronize()` before the last update.
@@ -226,12 +227,12 @@ class Throughput(Metric):
         self._began = time.perf_counter()
 
     def reset(self) -> None:
-        """Start again, with the clock at 0."""
+        """Start again, with the time and the rows at 0."""
         super().reset()
         self._began = time.perf_counter()
 
     def update(self, rows: int) -> None:
-        """Count `rows` rows as done by now."""
+        """Count `rows` more rows, which were done by now."""
         self.rows += rows
         self.seconds.fill_(time.perf_counter() - self._began)
 

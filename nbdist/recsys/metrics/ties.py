@@ -15,19 +15,19 @@ class Ties(NamedTuple):
     """
 
     owner: Tensor
-    """Number of the user: 0 to users - 1."""
+    """The number of the user: 0 to users - 1."""
     start: Tensor
-    """Rows of the user that are ahead of the tie."""
+    """The number of rows of the user that are ahead of the tie."""
     size: Tensor
-    """Rows of the tie."""
+    """The number of rows of the tie."""
     positives: Tensor
-    """Number of positive rows of the tie."""
+    """The number of positive rows of the tie."""
     totals: Tensor
-    """Positive rows of each user, at least one; shape (users,)."""
+    """The number of positive rows of each user, at least one; shape (users,)."""
 
     @classmethod
     def of(cls, scores: Tensor, labels: Tensor, users: Tensor) -> Ties:
-        """Sort rows; all three of shape (rows,). Users without a positive row are left out."""
+        """Sort rows. All three tensors have shape (rows,). Users without a positive row are left out."""
         _, owner = users.unique(return_inverse=True)
         totals = owner.bincount(weights=labels.double()).long()
         there = totals[owner] > 0
@@ -46,11 +46,11 @@ class Ties(NamedTuple):
         return cls(owner, start, size, positives, totals)
 
     def within(self, k: int) -> Tensor:
-        """Count the rows of each tie that are among the first k of the user."""
+        """Return the number of rows of each tie that are among the user's first k."""
         return (k - self.start).clamp(min=0).minimum(self.size)
 
     def per_user(self, values: Tensor) -> Tensor:
-        """Sum over the ties of each user; shape (users,)."""
+        """Return the sum over the ties of each user; shape (users,)."""
         return self.owner.bincount(weights=values, minlength=len(self.totals))
 
     def recall(self, k: int) -> Tensor:
@@ -84,8 +84,8 @@ class Ties(NamedTuple):
         return per_row.new_zeros(len(rows)).index_add_(0, tie, per_row)
 
     def average_precision(self, k: int) -> Tensor:
-        """Return the mean precision at the places of a user's positive rows among the first k, 0 for those that are
-        not."""
+        """Return the mean precision at the positions of a user's positive rows; a positive row that is not among the
+        first k counts 0."""
         before = self.positives.cumsum(0) - self.positives
         before = before - before[torch.searchsorted(self.owner, self.owner)]  # positive rows ahead of the tie
         rows = self.within(k)

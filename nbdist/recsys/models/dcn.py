@@ -16,21 +16,22 @@ from .tables import Cardinality
 class DCNv2(nn.Module):
     """A click model whose cross layers multiply embeddings and numbers with one another, before other layers.
 
-    This is the paper's stacked form: each cross layer adds one order to the products.
+    This is the stacked form in the paper: each cross layer raises the degree of the products by one.
 
     Args:
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it; a
-            list is the mean of its vectors.
-        dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. Each column has a table of the same name. The vectors of a list are averaged.
+        dense_features: The names of columns with one number per row. The numbers should be of similar size, for example
+            after `etl.Log`.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
         crosses: The number of cross layers.
-        low_rank: Their matrices as products of two narrow ones, of this width: a quarter of the width of all
-            embeddings is advised. None: whole matrices.
-        top_mlp: Widths of the layers between the crosses and the logit.
-        device: The device of the tables: "meta" if they are sharded and too large for one rank.
+        low_rank: The inner width if each cross matrix is a product of two narrow matrices. A quarter of the width of
+            all embeddings is advised. None: full matrices.
+        top_mlp: The widths of the layers between the cross layers and the logit.
+        device: The device of the tables: "meta" if they will be sharded because they are too large for one rank.
 
     Raises:
-        ValueError: No column of codes, or less than one cross layer or a rank below 1.
+        ValueError: There is no column of codes, no cross layer, or `low_rank` is below 1.
 
     Examples:
         >>> import torch
@@ -61,7 +62,7 @@ class DCNv2(nn.Module):
         self.top_mlp = linear_layers([width, *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
-        """Return logits, shape (rows,)."""
+        """Return the logits of a batch, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         crossed = self.crosses(torch.cat([vectors.flatten(1), numbers], dim=1))
         return self.top_mlp(crossed).squeeze(1)  # type: ignore[no-any-return]
@@ -73,7 +74,7 @@ class Crosses(nn.Module):
     Args:
         width: The width of input and output.
         count: The number of layers.
-        low_rank: Width between the two narrow matrices that make a layer's. None: one whole matrix.
+        low_rank: The inner width if a layer's matrix is a product of two narrow matrices. None: one full matrix.
     """
 
     def __init__(self, width: int, count: int, low_rank: int | None) -> None:
@@ -83,7 +84,7 @@ class Crosses(nn.Module):
         self.bias = nn.ParameterList(torch.zeros(width) for _ in range(count))
 
     def forward(self, first: Tensor) -> Tensor:
-        """Map shape (rows, width) to the same shape."""
+        """Transform a tensor of shape (rows, width) to the same shape."""
         x = first
         for number, (outer, bias) in enumerate(zip(self.outer, self.bias, strict=True)):
             narrow = x if self.inner is None else functional.linear(x, self.inner[number])

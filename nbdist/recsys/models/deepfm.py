@@ -15,19 +15,20 @@ from .tables import Cardinality
 class DeepFM(nn.Module):
     """A click model that adds a linear part, the inner products of all pairs of columns, and layers over all columns.
 
-    As in the paper, a number is multiplied by a vector. The linear part of a code is a linear function of its
-    embedding, and not a table of its own: TorchRec cannot shard a table with a single column.
+    As in the paper, the embedding of a number is a vector times the number. The linear part of a code is a linear
+    function of its embedding, not a table of its own, because TorchRec cannot shard a table with a single column.
 
     Args:
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it; a
-            list is the mean of its vectors.
-        dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        top_mlp: Widths of the layers over the embeddings.
-        device: The device of the tables: "meta" if they are sharded and too large for one rank.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. Each column has a table of the same name. The vectors of a list are averaged.
+        dense_features: The names of columns with one number per row. The numbers should be of similar size, for example
+            after `etl.Log`.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
+        top_mlp: The widths of the layers over the embeddings.
+        device: The device of the tables: "meta" if they will be sharded because they are too large for one rank.
 
     Raises:
-        ValueError: No column of codes.
+        ValueError: There is no column of codes.
 
     Examples:
         >>> import torch
@@ -58,7 +59,7 @@ class DeepFM(nn.Module):
         self.top_mlp = linear_layers([width, *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
-        """Return logits, shape (rows,)."""
+        """Return the logits of a batch, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         if self.dense_embeddings is not None:
             vectors = torch.cat([vectors, numbers[:, :, None] * self.dense_embeddings], dim=1)  # (rows, fields, dim)

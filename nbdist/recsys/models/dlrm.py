@@ -15,20 +15,20 @@ from .tables import Cardinality
 class DLRM(nn.Module):
     """A click model with the pairwise products of the columns' embeddings and of a vector made from the numbers.
 
-    The products, and that vector, go through layers.
+    The products and that vector are the input of further layers.
 
     Args:
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it; a
-            list is the mean of its vectors.
-        dense_features: Columns of numbers, one per row, such as `etl.Log` leaves them. Without any, there are products
-            of embeddings alone.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        bottom_mlp: Widths of the layers between the numbers and their vector.
-        top_mlp: Widths of the layers between the products and the logit.
-        device: The device of the tables: "meta" if they are sharded and too large for one rank.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. Each column has a table of the same name. The vectors of a list are averaged.
+        dense_features: The names of columns with one number per row, for example after `etl.Log`. Empty: the products
+            are of embeddings alone.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
+        bottom_mlp: The widths of the layers between the numbers and their vector.
+        top_mlp: The widths of the layers between the products and the logit.
+        device: The device of the tables: "meta" if they will be sharded because they are too large for one rank.
 
     Raises:
-        ValueError: Nothing to take products of: no column of codes, or only one and no numbers.
+        ValueError: There are no products: no column of codes, or only one and no numbers.
 
     Examples:
         >>> import torch
@@ -67,12 +67,12 @@ class DLRM(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        self.features = Features(cardinalities, dense_features, embedding_dim, device)
         if len(cardinalities) == 1 and not dense_features:
             raise ValueError(
                 "`cardinalities` must have two columns or more where there are no `dense_features`, got one: there is "
                 "nothing to take products of"
             )
-        self.features = Features(cardinalities, dense_features, embedding_dim, device)
         self.bottom_mlp: nn.Sequential | None = None
         if dense_features:
             self.bottom_mlp = nn.Sequential(
@@ -83,7 +83,7 @@ class DLRM(nn.Module):
         self.top_mlp = linear_layers([pairs + (embedding_dim if dense_features else 0), *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
-        """Return logits, shape (rows,)."""
+        """Return the logits of a batch, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         if self.bottom_mlp is not None:
             vectors = torch.cat([self.bottom_mlp(numbers)[:, None], vectors], dim=1)

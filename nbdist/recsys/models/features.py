@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...checks import shown
 from ..loader.columns import Columns
-from .tables import Cardinality, PooledTables
+from .tables import Cardinality, PooledTables, check_cardinalities
 
 
 class Features(nn.Module):
     """The columns of a batch that a click model uses.
 
     Args:
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. A list is the mean of its vectors.
-        dense_features: Columns of numbers.
-        embedding_dim: Columns of each table.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. The vectors of a list are averaged.
+        dense_features: The names of columns with one number per row.
+        embedding_dim: The width of the tables.
         device: The device of the tables.
 
     Raises:
-        ValueError: No column of codes, or one that is named twice.
+        ValueError: There is no column of codes, or a column is named twice.
     """
 
     def __init__(
@@ -33,10 +35,13 @@ class Features(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        check_cardinalities(cardinalities)
+        if isinstance(dense_features, str) or not isinstance(dense_features, Sequence):
+            raise TypeError(f"`dense_features` must be a list of names of columns, got {shown(dense_features)}")
         if not cardinalities:
             raise ValueError("`cardinalities` must have a column of codes, got none")
         if both := cardinalities.keys() & set(dense_features):
-            raise ValueError(f"column {min(both)!r} is in `cardinalities` and in `dense_features`: choose")
+            raise ValueError(f"column {min(both)!r} is in `cardinalities` and in `dense_features`: remove it from one")
         if len(set(dense_features)) < len(dense_features):
             raise ValueError(f"`dense_features` must name each column once, got {list(dense_features)}")
         self.columns, self.dense_features = list(cardinalities), list(dense_features)
@@ -49,12 +54,14 @@ class Features(nn.Module):
         for name in self.dense_features:
             column = batch.get(name)
             if not isinstance(column, Tensor) or column.ndim != 1:
-                raise ValueError(f"the batch has no column {name!r} with one number per row, but {', '.join(batch)}")
+                raise ValueError(
+                    f"the batch has no column {name!r} with one number per row; its columns are {', '.join(batch)}"
+                )
             numbers.append(column[:, None].to(pooled.dtype))
         return pooled.unflatten(1, (len(self.columns), -1)), torch.cat(numbers, dim=1)
 
 
 def linear_layers(widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers from each width to the next one, with ReLU between them."""
+    """Make linear layers from each width to the next one, with ReLU between them."""
     layers = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*layers[:-1])

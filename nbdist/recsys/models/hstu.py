@@ -1,4 +1,4 @@
-"""HSTU: the next item of a user, by attention that counts what it sees and when (Zhai et al., ICML 2024)."""
+"""HSTU, a model of a user's next item that attends to how often and when items came (Zhai et al., ICML 2024)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ _BUCKETS = 128
 
 
 class HSTU(NextItemModel):
-    """A model of the next item as `SASRec`, with layers of pointwise attention: its weights are not normalized over a
-    history, so that they keep how often something was seen, and have a bias by the time that has passed.
+    """A model of a user's next item, like `SASRec`, with layers of pointwise attention.
+
+    The attention weights are not normalized over a history, so that they reflect how often an item occurred. A bias
+    depends on the time that has passed between two items.
 
     Args:
         items: The number of codes of items.
         column: The column of histories: lists of codes in the order of time. The table has the same name.
         times: The column of the times of these items: lists of seconds since 1970, as long as the lists of
-            `column`. None: only the order counts. `export_ensemble` takes no lists of numbers, so that a model with
-            times cannot be exported.
-        now: The column of the time for which the next item is asked, in seconds since 1970, in batches of `query`. A
-            batch without it asks for the time of the last item.
-        length: The number of last items of a history that count.
-        embedding_dim: Columns of the table, and width of the layers.
+            `column`. None: the model uses only the order of the items. `export_ensemble` accepts no lists of numbers,
+            so a model with times cannot be exported.
+        now: The column of the time, in seconds since 1970, for which `query` predicts the next item. In a batch without
+            this column, it is the time of the last item.
+        length: The number of last items of a history that the model reads.
+        embedding_dim: The width of the table and of the layers. It must be a multiple of `heads`.
         blocks: The number of layers.
-        heads: The number of heads of each block; `embedding_dim` is a multiple.
-        dropout: The share of values that are zero during training.
-        temperature: The divisor of logits, which are cosines then. None: they are plain products.
-        device: The device of the table: "meta" if it is sharded and too large for one rank.
+        heads: The number of attention heads of each layer.
+        dropout: The share of values that are set to zero during training.
+        temperature: The divisor of the logits, which are then cosines. None: they are dot products, not divided.
+        device: The device of the table: "meta" if it will be sharded because it is too large for one rank.
 
     Raises:
-        ValueError: `embedding_dim` is no multiple of `heads`; in a batch, times are no lists as long as the histories.
+        ValueError: `embedding_dim` is no multiple of `heads`; or, in a batch, the lists of times and the histories
+            differ in length.
 
     Examples:
         >>> import torch
@@ -85,7 +88,7 @@ class HSTU(NextItemModel):
             return None
         codes, times = batch[self.column], batch[self.times]
         if not isinstance(times, Ragged) or not isinstance(codes, Ragged) or len(times.values) != len(codes.values):
-            raise ValueError(f"`{self.times}` must have lists as long as those of `{self.column}`")
+            raise ValueError(f"`{self.times}` must have lists of the same lengths as `{self.column}`")
         known, there = padded(times, self.length + (not asked))
         if not asked:
             return known[:, :-1], known[:, 1:]  # an item is asked for when it comes
@@ -108,7 +111,7 @@ class HSTU(NextItemModel):
 
 
 class _Block(nn.Module):
-    """A layer: what is seen, weighted by a product and by biases of position and time, gates the input."""
+    """A layer of HSTU: attention, with biases by position and time, whose result is multiplied with gates."""
 
     def __init__(self, width: int, heads: int, length: int, dropout: float, timed: bool) -> None:
         super().__init__()

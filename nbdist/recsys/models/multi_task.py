@@ -1,7 +1,7 @@
-"""Click models of several tasks: experts that tasks share, mixed by a gate of each task.
+"""Click models of several tasks: they share experts, whose outputs are mixed by a gate for each task.
 
-MMoE (Ma et al., KDD 2018, doi:10.1145/3219819.3220007) has shared experts; PLE (Tang et al., RecSys 2020,
-doi:10.1145/3383313.3412236) also experts of each task, in one or several levels.
+MMoE (Ma et al., KDD 2018, doi:10.1145/3219819.3220007) has only shared experts. PLE (Tang et al., RecSys 2020,
+doi:10.1145/3383313.3412236) also has experts for each task, in one or several levels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tables import Cardinality
 
 
 class _Experts(nn.Module):
-    """Experts of some kind: layers over one input, side by side. Returns shape (rows, experts, width)."""
+    """Parallel experts: each is a stack of layers over the same input. The result has shape (rows, experts, width)."""
 
     def __init__(self, count: int, widths: Sequence[int]) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ def _mixed(experts: Tensor, gate: Tensor) -> Tensor:
 
 
 class _Tasks(nn.Module):
-    """The parts of both models: the columns' vectors, and layers of each task over its mixture of experts."""
+    """The common parts of both models: the columns' vectors, and for each task the layers over its mixture of
+    experts."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class _Tasks(nn.Module):
         if isinstance(tasks, str) or not tasks or len(set(tasks)) < len(tasks):
             raise ValueError(f"`tasks` must be names, each once, got {tasks!r}")
         if bad := [task for task in tasks if not task or "." in task or hasattr(nn.ModuleDict, task)]:
-            raise ValueError(f"no task can be called {bad[0]!r}, which means something else to torch: rename it")
+            raise ValueError(f"no task can have the name {bad[0]!r}, which torch uses itself: rename it")
         self.tasks = list(tasks)
         self.features = Features(cardinalities, dense_features, embedding_dim, device)
         self.width = len(cardinalities) * embedding_dim + len(dense_features)
@@ -62,16 +63,17 @@ class _Tasks(nn.Module):
 
 
 class MMoE(_Tasks):
-    """A click model of several tasks with experts that all of them share, and a gate of each task.
+    """A click model of several tasks, with experts that all tasks share, and a gate for each task.
 
     Args:
-        tasks: Their names.
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. A list is the mean of its vectors.
-        dense_features: Columns of numbers.
-        embedding_dim: Columns of each table.
-        experts: How many there are.
-        expert_mlp: Widths of the layers of each expert.
-        task_mlp: Widths of the layers between a task's mixture of experts and its logit.
+        tasks: The names of the tasks.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. The vectors of a list are averaged.
+        dense_features: The names of columns with one number per row.
+        embedding_dim: The width of the tables.
+        experts: The number of experts.
+        expert_mlp: The widths of the layers of each expert.
+        task_mlp: The widths of the layers between a task's mixture of experts and its logit.
         device: The device of the tables.
 
     Raises:
@@ -103,25 +105,25 @@ class MMoE(_Tasks):
         self.gates = nn.ModuleDict({task: nn.Linear(self.width, experts) for task in tasks})
 
     def forward(self, batch: Columns) -> dict[str, Tensor]:
-        """Return task → logits, shape (rows,)."""
+        """Return the logits of each task, by name, shape (rows,)."""
         found = self.inputs(batch)
         experts = self.experts(found)
         return {task: self.towers[task](_mixed(experts, self.gates[task](found))).squeeze(1) for task in self.tasks}
 
 
 class PLE(_Tasks):
-    """A click model of several tasks with shared experts and experts of each task, in levels (CGC is one level).
+    """A click model of several tasks, with shared experts and experts for each task, in levels (CGC has one level).
 
     Args:
-        tasks: Their names.
+        tasks: The names of the tasks.
         cardinalities: See `MMoE`.
-        dense_features: Columns of numbers.
-        embedding_dim: Columns of each table.
-        shared_experts: How many experts of a level all tasks share.
-        task_experts: How many experts of a level each task has.
-        levels: Levels, each over the mixtures of the one before.
-        expert_mlp: Widths of the layers of each expert.
-        task_mlp: Widths of the layers between a task's mixture of the last level and its logit.
+        dense_features: The names of columns with one number per row.
+        embedding_dim: The width of the tables.
+        shared_experts: The number of experts in a level that all tasks share.
+        task_experts: The number of experts in a level that each task has for itself.
+        levels: The number of levels. The input of a level is the mixtures of the level before.
+        expert_mlp: The widths of the layers of each expert.
+        task_mlp: The widths of the layers between a task's mixture in the last level and its logit.
         device: The device of the tables.
 
     Raises:
@@ -158,7 +160,7 @@ class PLE(_Tasks):
         )
 
     def forward(self, batch: Columns) -> dict[str, Tensor]:
-        """Return task → logits, shape (rows,)."""
+        """Return the logits of each task, by name, shape (rows,)."""
         shared = self.inputs(batch)
         own = dict.fromkeys(self.tasks, shared)
         for level in self.levels:
@@ -167,7 +169,8 @@ class PLE(_Tasks):
 
 
 class _Level(nn.Module):
-    """A level of PLE: each task mixes its own and the shared experts; between levels the shared ones mix all."""
+    """A level of PLE: the gate of a task mixes its own and the shared experts. Between levels, a shared gate mixes all
+    experts."""
 
     def __init__(
         self, tasks: Sequence[str], width: int, shared: int, each: int, expert_mlp: Sequence[int], last: bool

@@ -1,4 +1,4 @@
-"""The part that models of the next item share: the table of items, the training on each position, and the search."""
+"""The common part of models of the next item: the table of items, the training on each position, and the search."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count
 from ..loader.columns import Column, Columns, Ragged
 from .tables import SequenceTables
 
@@ -16,18 +17,19 @@ class NextItemModel(nn.Module):
     """The base class of models that map the history of each row to a vector, whose products with item vectors are
     scores of the next item.
 
-    They are trained to distinguish each item of a history, given the items before it, from drawn items. Items and
-    histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``. A subclass has `_states`.
+    The model is trained to distinguish each item of a history, given the items before it, from drawn items. Items and
+    histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``. A subclass implements
+    `_states`.
 
     Args:
         items: The number of codes of items.
         column: The column of histories: lists of codes in the order of time. The table has the same name.
-        length: The number of last items of a history that count.
-        embedding_dim: Columns of the table, and width of the layers.
-        dropout: The share of values that are zero during training.
-        temperature: The divisor of logits, which are cosines then: vectors then have the length 1. None: they are plain
-            products.
-        device: The device of the table: "meta" if it is sharded and too large for one rank.
+        length: The number of last items of a history that the model reads.
+        embedding_dim: The width of the table and of the layers.
+        dropout: The share of values that are set to zero during training.
+        temperature: The divisor of the logits, which are then cosines, of vectors with length 1. None: they are dot
+            products, not divided.
+        device: The device of the table: "meta" if it will be sharded because it is too large for one rank.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class NextItemModel(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        if not hasattr(length, "__index__") or length < 1:
-            raise ValueError(f"`length` must be an integer, at least 1, got {length!r}")
+        check_count(items, least=1, name="`items`")
+        check_count(length, least=1, name="`length`")
         if temperature is not None and not 0 < temperature < math.inf:
             raise ValueError(f"`temperature` must be None or a number above 0, got {temperature!r}")
         self.column, self.length, self.temperature = column, length, temperature
@@ -58,11 +60,12 @@ class NextItemModel(nn.Module):
         """Score the next item, and some drawn items, at each position of the histories: logits for `cross_entropy`.
 
         Args:
-            batch: Rows with the column of histories. One with less than two items teaches nothing.
-            negatives: Codes of items that were drawn, any as likely as any other; see `draw_rows`.
+            batch: Rows with the column of histories. The model learns nothing from a history with fewer than two items.
+            negatives: The codes of items that were drawn uniformly; see `draw_rows`.
 
         Returns:
-            Logits, shape (places, 1 + negatives), where what came next is the first, and so zeros, shape (places,).
+            The logits, shape (places, 1 + negatives), with the actual next item in column 0; and the targets, zeros,
+            shape (places,).
         """
         codes, there = padded(batch[self.column], self.length + 1)  # (rows, length + 1)
         rows = len(codes)
@@ -107,14 +110,16 @@ class NextItemModel(nn.Module):
         return self.embeddings({self.column: codes})[self.column]  # type: ignore[no-any-return]
 
     def _read(self, vectors: Tensor, lengths: Tensor) -> Tensor:
-        """Return what the layers read: vectors of items with their positions, shape (rows, length, columns)."""
+        """Return the input of the layers: the vectors of items and their positions added, shape (rows, length,
+        columns)."""
         # Counted from the end: a history is one longer when it is asked about than when it was trained.
         age = (lengths[:, None] - 1 - torch.arange(self.length, device=vectors.device)).clamp(min=0)  # (rows, length)
         read: Tensor = self.dropout(vectors * vectors.shape[2] ** 0.5 + self.positions(age))
         return read
 
     def _times(self, batch: Columns, asked: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return the time of each position, and the time for which its next item is asked, shapes (rows, length)."""
+        """Return the time of each position, and the time for which its next item is predicted, both of shape (rows,
+        length)."""
         return None
 
     def _states(self, read: Tensor, times: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -135,10 +140,10 @@ def padded(column: Column, length: int) -> tuple[Tensor, Tensor]:
         length: The length of each row.
 
     Returns:
-        Codes, shape (rows, length), and which of them are there, booleans of the same shape.
+        The codes, shape (rows, length), and a mask of the codes that are not padding, of the same shape.
 
     Raises:
-        ValueError: The column is none of lists.
+        ValueError: The column does not have lists.
 
     Examples:
         >>> import torch

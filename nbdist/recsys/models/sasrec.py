@@ -12,20 +12,20 @@ class SASRec(NextItemModel):
     """A model that maps the history of each row to a vector, whose products with item vectors are scores of the next
     item.
 
-    It is trained to distinguish each item of a history, given the items before it, from drawn items. Items and
+    The model is trained to distinguish each item of a history, given the items before it, from drawn items. Items and
     histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
 
     Args:
         items: The number of codes of items.
-        column: The column of histories: lists of codes in the order of time. The table is called like it.
-        length: The number of last items of a history that count.
-        embedding_dim: Columns of the table, and width of the layers.
-        blocks: Layers of attention.
-        heads: The number of heads of each block; `embedding_dim` is a multiple.
-        dropout: While it is trained.
-        temperature: The divisor of logits, which are cosines then: vectors then have the length 1. None: they are plain
-            products.
-        device: The device of the table: "meta" if it is sharded and too large for one rank.
+        column: The column of histories: lists of codes in the order of time. The table has the same name.
+        length: The number of last items of a history that the model reads.
+        embedding_dim: The width of the table and of the layers. It must be a multiple of `heads`.
+        blocks: The number of attention layers.
+        heads: The number of attention heads of each layer.
+        dropout: The share of values that are set to zero during training.
+        temperature: The divisor of the logits, which are then cosines, of vectors with length 1. None: they are dot
+            products, not divided.
+        device: The device of the table: "meta" if it will be sharded because it is too large for one rank.
 
     Examples:
         >>> import torch

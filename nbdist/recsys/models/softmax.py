@@ -11,28 +11,28 @@ from ..loader.columns import Columns, rows_of, take
 def softmax_logits(
     queries: Tensor, items: Tensor, ids: Tensor, shares: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of all rows' items for each row's query, and the number of its own item, for `cross_entropy`.
+    """Return the score of every item for each row's query, and the index of the row's own item, for `cross_entropy`.
 
     The items of the other rows are negatives. They occur as often as in the training rows, so popular items would be
     penalized for their popularity. `shares` corrects this: the logarithm of an item's probability of being a candidate
     is subtracted from its logit (logQ; Yi et al., "Sampling-bias-corrected neural modeling", RecSys 2019). With
     additional negatives that are drawn uniformly (`draw_rows`), the probability covers both kinds (Yang et al., "Mixed
-    negative sampling", 2020). A row's own item is never also its negative.
+    negative sampling", 2020). An item is never a negative for its own row.
 
-    Each rank's rows have the items of that rank alone for negatives.
+    A rank uses only the items of its own rows as negatives.
 
     Args:
-        queries: Vectors, shape (rows, width).
-        items: The vectors of each row's item, and then of negatives; shape (rows + negatives, width).
-        ids: The code of each of the items; shape (rows,), or (rows + negatives,).
-        shares: Code → its part of the training rows, such as `Vocabulary.shares` gives. None: no correction.
-        temperature: The divisor of the products.
+        queries: The vectors of the queries, shape (rows, width).
+        items: The vectors of each row's item, followed by the negatives; shape (rows + negatives, width).
+        ids: The codes of the items; shape (rows,), or (rows + negatives,).
+        shares: The share of each code in the training rows, as returned by `Vocabulary.shares`. None: no correction.
+        temperature: The divisor of the scores.
 
     Returns:
-        Logits, shape (rows, rows + negatives), and the place of each row's own item, shape (rows,).
+        The logits, shape (rows, rows + negatives), and the index of each row's own item, shape (rows,).
 
     Raises:
-        ValueError: There are not as many ids as items.
+        ValueError: The number of ids is not the number of items.
 
     Examples:
         >>> import torch
@@ -65,7 +65,7 @@ def draw_rows(table: Columns, count: int, generator: torch.Generator | None = No
     """Draw rows of a table of items uniformly, with replacement: negatives for `TwoTower.forward`.
 
     Args:
-        table: The columns of all items, each item once.
+        table: The columns of all items, each item in one row.
         count: The number of rows.
         generator: The generator of random numbers, on the CPU. None: torch's own.
 

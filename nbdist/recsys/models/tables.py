@@ -10,11 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ...checks import check_count, check_mapping, shown
 from ..loader.columns import Column, Columns, Ragged, ids_of
 from ..raw_ids import RawIds, RawTable
 
@@ -27,30 +29,38 @@ class Table:
 
     name: str
     num_embeddings: int
-    """Its rows; of a table of raw ids, which grows, the most that it may have, or 0."""
+    """The number of rows. For a table of raw ids, which grows: the largest number of rows, or 0 for no limit."""
     embedding_dim: int
     feature_names: list[str]
-    """The columns that are looked up in it."""
+    """The columns whose codes are looked up in the table."""
     init_fn: Callable[[Tensor], Any]
     """A function that initializes a part of the table, shape (rows, embedding_dim), in place."""
 
 
 Cardinality: TypeAlias = int | RawIds
-"""The number of a column's codes; or the options of its raw ids."""
+"""The number of codes of a column, or the options of its raw ids."""
+
+
+def check_cardinalities(cardinalities: Any) -> None:
+    """Raise `TypeError` or `ValueError` unless each column has a number of codes, or a `RawIds`."""
+    check_mapping(cardinalities, name="`cardinalities`", of="columns to their numbers of codes")
+    for name, size in cardinalities.items():
+        if isinstance(size, RawIds):
+            continue
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise TypeError(f"`cardinalities[{name!r}]` must be the number of codes, or a RawIds(), got {shown(size)}")
+        check_count(size, least=1, name=f"`cardinalities[{name!r}]`")
 
 
 def _describe(
     cardinalities: Mapping[str, Cardinality], embedding_dim: int, init: Callable[[Tensor], Any] | None
 ) -> list[Table]:
     """Return a table for each column."""
-    if not isinstance(cardinalities, Mapping):
-        raise TypeError(
-            f"`cardinalities` must be a dict from column to its number of codes, got {type(cardinalities).__name__}"
-        )
-    _check_size(embedding_dim, "`embedding_dim`")
+    check_cardinalities(cardinalities)
+    check_count(embedding_dim, least=1, name="`embedding_dim`")
     for name in cardinalities:
         if not name or "." in name or name in _TAKEN:
-            raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
+            raise ValueError(f"no table can have the name {name!r}, which torch uses itself: rename the column")
     found = []
     for name, size in cardinalities.items():
         if isinstance(size, RawIds):
@@ -59,34 +69,28 @@ def _describe(
             rows = functools.partial(nn.init.uniform_, a=-size.bound, b=size.bound)
             found.append(Table(name, size.capacity or 0, embedding_dim, [name], rows))
             continue
-        _check_size(size, f"`cardinalities`: the number of codes of {name!r}")
         bound = math.sqrt(1 / size)
         fill = init or functools.partial(nn.init.uniform_, a=-bound, b=bound)
         found.append(Table(name, size, embedding_dim, [name], fill))
     return found
 
 
-def _check_size(size: Any, name: str) -> None:
-    if not hasattr(size, "__index__") or size < 1:
-        raise ValueError(f"{name} must be an integer, at least 1, got {size!r}")
-
-
 class PooledTables(nn.Module):
-    """A table for each column of codes, with its name. Each row gets one vector per column; the vectors of a list are
-    pooled.
+    """A collection with a table for each column of codes, named like the column. Each row of a batch gets one vector
+    per column; the vectors of a list are pooled.
 
     Args:
-        cardinalities: Column of codes → how many there are. Column of raw ids → a `RawIds`; its rows come and go in
-            training.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        mode: The pooling of a list's vectors: their "mean" or their "sum"; zeros where the list is empty.
-        init: Initializes a part of a table, shape (rows, embedding_dim), in place. None: uniform
-            ones, up to the inverse square root of the number of codes.
-        device: The device of the tables: "meta" if they are sharded and too large for one rank.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`, whose table gains and loses rows during training.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
+        mode: The pooling of a list's vectors: "mean" or "sum". An empty list gives zeros.
+        init: A function that initializes a part of a table, shape (rows, embedding_dim), in place. None: uniform
+            numbers, up to the inverse square root of the number of codes.
+        device: The device of the tables: "meta" if they will be sharded because they are too large for one rank.
 
     Raises:
-        ValueError: A size is less than 1, or no table can have that name, for the tables are modules; in a batch, ids
-            are no integers.
+        ValueError: A number of codes or `embedding_dim` is less than 1, or a name of a column cannot be the name of a
+            torch module; in a batch, ids are no integers.
 
     Examples:
         >>> import torch
@@ -127,7 +131,7 @@ class PooledTables(nn.Module):
         return self.tables
 
     def forward(self, batch: Columns) -> Tensor:
-        """Return the vectors of a batch, shape (rows, columns of all tables); the batch may have other columns, too."""
+        """Return the vectors of a batch, shape (rows, width of all tables). Other columns of the batch are ignored."""
         found: list[Tensor] = []
         bag: Any
         for name, bag in self.embedding_bags.items():
@@ -152,12 +156,12 @@ class PooledTables(nn.Module):
 
 
 class SequenceTables(nn.Module):
-    """A table for each column of lists of codes, with its name. Each code gets a vector.
+    """A collection with a table for each column of lists of codes, named like the column. Each code gets a vector.
 
     Args:
-        cardinalities: Column of codes → how many there are. Column of raw ids → a `RawIds`; its rows come and go in
-            training.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`, whose table gains and loses rows during training.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
         init: See `PooledTables`.
         device: See `PooledTables`.
 
@@ -208,7 +212,7 @@ class SequenceTables(nn.Module):
 
 @torch.no_grad()
 def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
-    """Initialize tables that have memory."""
+    """Initialize the tables that have memory."""
     for table in tables:
         weight: Any = modules[table.name].weight
         if not isinstance(modules[table.name], RawTable) and weight.device.type != "meta":

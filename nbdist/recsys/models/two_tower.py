@@ -13,17 +13,18 @@ from .tables import Cardinality, PooledTables
 
 
 class Tower(nn.Module):
-    """A module that maps each row to a vector: embeddings of its columns, the mean for lists, and layers over them.
+    """A module that maps each row to a vector: embeddings of its columns (the mean for lists), followed by layers.
 
     Args:
-        cardinalities: Column of codes → how many there are; of raw ids → a `RawIds`. Its table is called like it.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        mlp: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
+        cardinalities: A mapping from the name of each column of codes to its number of codes, or from a column of raw
+            ids to a `RawIds`. Each column has a table of the same name.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
+        mlp: The widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
             embeddings.
-        device: The device of the tables: "meta" if they are sharded and too large for one rank.
+        device: The device of the tables: "meta" if they will be sharded because they are too large for one rank.
 
     Raises:
-        ValueError: No column.
+        ValueError: There is no column.
 
     Examples:
         >>> import torch
@@ -49,7 +50,7 @@ class Tower(nn.Module):
         self.mlp = linear_layers([len(cardinalities) * embedding_dim, *mlp]) if mlp else None
 
     def forward(self, batch: Columns) -> Tensor:
-        """Return the vectors of a batch, shape (rows, the last width); the batch may have other columns, too."""
+        """Return the vectors of a batch, shape (rows, the last width). Other columns of the batch are ignored."""
         pooled: Tensor = self.embeddings(batch)  # (rows, columns * dim)
         if self.mlp is not None:
             return self.mlp(pooled)  # type: ignore[no-any-return]
@@ -63,14 +64,14 @@ class TwoTower(nn.Module):
     make an `ItemIndex`.
 
     Args:
-        query: Columns of who asks, such as the user, → how many codes each has.
-        item: The same of items.
-        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        query: The columns of the query, such as the user: a mapping from each name to the number of codes.
+        item: The columns of the item, in the same form.
+        embedding_dim: The width of the tables. It must be a multiple of 4 if they are sharded.
         mlp: The layers of both towers; see `Tower`.
         device: The device of the tables; see `Tower`.
 
     Raises:
-        ValueError: No column, or one that is in both towers.
+        ValueError: There is no column, or a column is in both towers.
 
     Examples:
         >>> import torch
@@ -105,21 +106,21 @@ class TwoTower(nn.Module):
     ) -> None:
         super().__init__()
         if both := query.keys() & item.keys():
-            raise ValueError(f"column {min(both)!r} is in both towers: each table is called like its column")
+            raise ValueError(f"column {min(both)!r} is in both towers: each table has the name of its column")
         self.query = Tower(query, embedding_dim=embedding_dim, mlp=mlp, device=device)
-        """The tower of who asks."""
+        """The tower of the query."""
         self.item = Tower(item, embedding_dim=embedding_dim, mlp=mlp, device=device)
-        """The tower of items."""
+        """The tower of the item."""
 
     def forward(self, batch: Columns, negatives: Columns | None = None) -> tuple[Tensor, Tensor]:
         """Return the vectors of queries and of items.
 
         Args:
             batch: Rows with the columns of both towers.
-            negatives: Further items, such as `draw_rows` gives.
+            negatives: The columns of further items, such as the result of `draw_rows`.
 
         Returns:
-            Shapes (rows, width) and (rows + negatives, width).
+            The vectors of queries, shape (rows, width), and of items, shape (rows + negatives, width).
         """
         items = self.item(batch)
         if negatives is not None:

@@ -1,5 +1,4 @@
-"""Collectives for many small tensors at once, such as buffers: each rank changes its own, and rank 0's are the
-model's."""
+"""Collectives for many small tensors at once, such as buffers, in one message."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def average(tensors: Sequence[torch.Tensor], group: Any) -> None:
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Flatten tensors into one tensor per dtype, whose values are copied back at the end."""
+    """Flatten tensors into one tensor per dtype. At the end of the block, the values are copied back."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         some = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in some])

@@ -28,11 +28,12 @@ def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
     All ranks must call it.
 
     Args:
-        folder: The folder of `save`.
-        state: The part "model" contains the weights, all others are the optimizer's; what is not in it is not read.
+        folder: The folder that `save` has written.
+        state: The state to fill: the part "model" has the weights, all other parts are of optimizers. Other tensors of
+            the checkpoint are not read.
 
     Raises:
-        ValueError: The checkpoint lacks a tensor, or has it in another shape; or its files hold something else.
+        ValueError: The checkpoint lacks a tensor, or has it in another shape; or the files are no checkpoint.
     """
     with no_future_warnings():
         _check(state, folder)
@@ -40,7 +41,8 @@ def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a checkpoint: key, with its parts joined by dots → torch's metadata of the value."""
+    """Return the content of a checkpoint: a mapping from keys, whose parts are joined by dots, to torch's metadata of
+    the values."""
     return dict(Reader(folder).read_metadata().state_dict_metadata)
 
 
@@ -72,8 +74,8 @@ def _flat(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 class no_future_warnings(warnings.catch_warnings):
-    """Silence torch's warning at each use of ShardedTensor, TorchRec's form of a sharded state dict, that DTensor will
-    replace it."""
+    """Silence torch's warning, at each use of ShardedTensor, that DTensor will replace it: TorchRec's sharded state
+    dicts have this form."""
 
     def __enter__(self) -> Any:
         log = super().__enter__()

@@ -1,7 +1,7 @@
 """Reading of a checkpoint without running code from its files.
 
-torch unpickles the file `.metadata` of a checkpoint, and entries that are not tensors, without restriction. Here both
-may contain only what `save` writes.
+torch unpickles the file `.metadata` of a checkpoint, and entries that are not tensors, without restriction. Here, both
+may contain only the types that `save` writes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Reader(dcp.FileSystemReader):
     """A reader of a checkpoint's files that refuses a `.metadata` that `save` cannot have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the contents of the checkpoint, and their places.
+        """Return the contents of the checkpoint, and their positions in the files.
 
         Raises:
             FileNotFoundError: There is no checkpoint.
-            ValueError: `.metadata` holds something else than the description of a checkpoint.
+            ValueError: `.metadata` is not the description of a checkpoint.
         """
         path = Path(self.path) / ".metadata"
         with open(path, "rb") as file:
@@ -101,4 +101,4 @@ def _check(metadata: Any) -> None:
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is not the name of a file in the folder")
         if type(place.offset) is not int or type(place.length) is not int or min(place.offset, place.length) < 0:
-            raise ValueError(f"bytes {place.offset!r} to {place.length!r} of {name} are none")
+            raise ValueError(f"bytes {place.offset!r} to {place.length!r} of {name} are not a part of a file")

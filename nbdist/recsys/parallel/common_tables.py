@@ -1,7 +1,7 @@
 """Embedding tables with sparse gradients that CPU ranks of one machine share in memory.
 
-A rank looks up rows directly in the shared memory. Each row belongs to one rank. In a step the gradients of a row are
-sent to its rank, which updates it: so no update is done twice, and the optimizer's state is stored once, too.
+A rank looks up rows directly in the shared memory. Each row belongs to one rank. In a step, the gradients of a row are
+sent to its rank, which updates the row. So no update is done twice, and the optimizer's state is stored once, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .row_steps import step_rows
 
 
 def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
-    """Return the tables with sparse gradients, by the names of their weights; and whether ranks can share all of
+    """Return the tables with sparse gradients, by the names of their weights, and whether ranks can share all of
     them."""
     sparse: dict[str, Any] = {
         f"{path}.weight".lstrip("."): module
@@ -34,7 +34,7 @@ def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
 
 
 def run_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the closure of a step, if it has one, before the step; return the value for the hook."""
+    """Call the closure of a step, if there is one, before the step. Return the closure's value for the hook."""
     closure = kwargs.get("closure", *args[1:])
     if closure is None:
         return None
@@ -47,7 +47,7 @@ def dense_gradient(name: str) -> RuntimeError:
     """Return the error for a table with a dense gradient."""
     return RuntimeError(
         f"{name} has a dense gradient, though its table says sparse=True: something else than looking rows up uses it. "
-        "Say sparse=False there"
+        "Use sparse=False for this table"
     )
 
 
@@ -74,13 +74,14 @@ class CommonTables:
         self._collectives.barrier()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make each step of the optimizer, which has these tables, a common step of all ranks from now on."""
+        """From now on, make each step of the optimizer of these tables a common step of all ranks."""
         self.adopt(optimizer)
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
     def exchange(self) -> None:
-        """Make of each table's gradient the mean over the ranks, of this rank's own rows alone; once."""
+        """Set each table's gradient to the mean over the ranks, for the rows of this rank alone. Repeated calls do
+        nothing."""
         if not self._stepped and all(self._means.get(table) is table.grad is not None for table in self._tables):
             return
         for i in range(len(self._tables)):
@@ -101,7 +102,7 @@ class CommonTables:
         self._stepped = False
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of all tables' gradients, after `exchange`; equal on all ranks."""
+        """Return the squared norm of all tables' gradients after `exchange`. It is equal on all ranks."""
         total = torch.zeros(1, dtype=torch.float64)
         for table in self._tables:
             total += table.grad.coalesce().values().double().square().sum()  # type: ignore[union-attr]
@@ -134,7 +135,7 @@ class CommonTables:
             self._collectives.barrier()  # the next rows are looked up when all are updated
 
     def _rows_kept(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any], str]]:
-        """Iterate over the optimizer's values per row that ranks do not share yet: table, its state, key."""
+        """Yield the optimizer's values per row that ranks do not share yet: table, its state, key."""
         for table in self._tables:
             state = optimizer.state.get(table, {})
             for key, value in list(state.items()):
@@ -145,20 +146,21 @@ class CommonTables:
                 if value.layout is not torch.strided:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} keeps {key} of {self._names[table]} as a sparse tensor, which "
-                        "ranks cannot have in common: use Adagrad, SparseAdam, or SGD without momentum"
+                        "ranks cannot share: use Adagrad, SparseAdam, or SGD without momentum"
                     )
                 yield table, state, key
 
     def _adds_to(self, i: int) -> None:
-        """Divide a mean to which a rank will add without zero_grad by the number of ranks once more."""
+        """Multiply a table's mean gradient by the number of ranks, if a further gradient will be added to it without
+        `zero_grad`: the next `exchange` divides by this number again."""
         table = self._tables[i]
         mean = self._means.pop(table, None)
         if mean is not None and table.grad is mean:
             table.grad = mean * self._collectives.size
 
     def _gradient(self, table: nn.Parameter) -> tuple[np.ndarray, np.ndarray]:
-        """Return rows of a table that this rank's batch has used, shape (rows,), and their gradients, as bytes for each
-        row."""
+        """Return the rows of a table that this rank's batch has used, shape (rows,), and their gradients, as bytes for
+        each row."""
         if table.grad is None:
             return np.empty(0, np.int64), rows_as_bytes(table.new_empty(0, table.shape[1]))
         if not table.grad.is_sparse:
@@ -166,8 +168,8 @@ class CommonTables:
         return table.grad._indices()[0].numpy(), rows_as_bytes(table.grad._values())
 
     def _owned(self, ids: np.ndarray, table: nn.Parameter) -> np.ndarray:
-        """Return whether rows belong to this rank, shape of `ids`: about a page of memory each in turns, because
-        popular ids are often adjacent."""
+        """Return a mask, in the shape of `ids`, of the rows that belong to this rank. Ranks take turns by about a page
+        of memory, because popular ids are often adjacent."""
         rows = mmap.PAGESIZE // (table.shape[1] * table.element_size())
         block = ids >> max(rows.bit_length() - 1, 0)
         return np.asarray(block % self._collectives.size == self._collectives.rank)

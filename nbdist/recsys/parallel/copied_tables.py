@@ -31,7 +31,7 @@ class CopiedTables:
             dist.broadcast(table.data, first, group=self._group)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make each step of the optimizer, which has these tables, use the mean of the ranks' gradients from now on."""
+        """From now on, make each step of the optimizer of these tables use the mean of the ranks' gradients."""
         optimizer.register_step_pre_hook(self._begin)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -39,7 +39,7 @@ class CopiedTables:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Make of each table's gradient the mean over the ranks; of a mean, it makes the same."""
+        """Set each table's gradient to the mean over the ranks. A gradient that is the mean already does not change."""
         size = dist.get_world_size(self._group)
         if size == 1:  # a mean already; to look at its rows, the host would wait for the GPU
             for table in self._names:
@@ -60,7 +60,7 @@ class CopiedTables:
             table.grad = torch.sparse_coo_tensor(all_ids[None], all_rows / size, table.shape, check_invariants=False)
 
     def squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of all tables' gradients, after `exchange`; equal on all ranks."""
+        """Return the squared norm of all tables' gradients after `exchange`. It is equal on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=next(iter(self._names)).device)
         for table in self._names:
             if table.grad is not None:
@@ -76,7 +76,7 @@ class CopiedTables:
         return changed
 
     def _gradient(self, table: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows that this rank's batch has used, shape (rows,), each once, and their gradients."""
+        """Return the rows that this rank's batch has used, distinct, shape (rows,), and their gradients."""
         if table.grad is None:
             return torch.empty(0, dtype=torch.int64, device=table.device), table.new_empty(0, *table.shape[1:])
         self._check(table)

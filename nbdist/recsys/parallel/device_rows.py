@@ -1,8 +1,8 @@
 """Steps on the rows of tables in sparse gradients, with shapes that are known in advance, so that no step waits for a
 GPU.
 
-The gradients of a row that occurs several times are summed first, as torch does for sparse gradients; so a step changes
-a table's row and its state once, and no other rows.
+The gradients of a row that occurs several times are summed first, as torch does for sparse gradients. So a step changes
+the row and its state once, and no other rows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from .fused_rows import FusedAdagrad
 
 FUSED = True
-"""True if Triton's kernel is used where there is one."""
+"""True if Triton's kernel is used on devices that have one."""
 
 
 class RowSteps:
     """Steps of SGD or Adagrad on tables of one width.
 
     Args:
-        tables: Shape (rows, width) each, float32, on one device.
+        tables: The tables, shape (rows, width) each, float32, on one device.
         sums: Adagrad's sums of squares of each table, with its shape. None: steps of SGD.
-        eps: Adagrad's eps.
-        maximize: Whether a step goes up the gradient.
+        eps: Adagrad's number that is added to the denominator.
+        maximize: Whether a step maximizes the loss.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RowSteps:
         """Make a step.
 
         Args:
-            grads: The sparse gradient of each table; rows may occur several times. None: the table does not change.
+            grads: The sparse gradient of each table. Rows may occur several times. None: the table does not change.
             rate: The learning rate, shape (), on the device.
         """
         rate = -rate if self._maximize else rate
@@ -78,10 +78,10 @@ def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: 
     """Make Adagrad's step on some rows, in place.
 
     Args:
-        table: Shape (rows, width).
-        sums: Sums of squares, of the same shape.
-        ids: Rows, shape (n,); each may come several times.
-        grads: Shape (n, width): the gradients of a row are added up.
+        table: The table, shape (rows, width).
+        sums: The sums of squares, of the same shape.
+        ids: The rows, shape (n,). A row may occur several times.
+        grads: The gradients, shape (n, width). The gradients of equal rows are added up.
         rate: The learning rate, shape ().
         eps: Above 0.
     """
@@ -97,7 +97,8 @@ def coalesced(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the gradients of each row, in shapes that do not depend on the number of different rows.
 
     Returns:
-        Sums, shape (n, width), zero from the number of rows on; and rows, shape (n,), each once up to there.
+        The sums, shape (n, width), which are zero after the different rows; and the rows, shape (n,), distinct up to
+        there.
     """
     ordered, places = torch.sort(ids, stable=True)
     begins = torch.ones_like(ordered)

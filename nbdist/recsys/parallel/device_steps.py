@@ -20,9 +20,9 @@ def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter],
     """Return the reason why `DeviceSteps` cannot make an optimizer's steps; empty if it can.
 
     Args:
-        optimizer: Any.
+        optimizer: Any optimizer.
         sparse: The parameters with sparse gradients.
-        tables: The tables, whose hook of the steps does nothing on one rank.
+        tables: The tables, whose step hook does nothing on one rank.
     """
     kind = type(optimizer).__name__
     if type(optimizer) not in _STEPS:
@@ -48,7 +48,7 @@ def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter],
 
 
 class DeviceSteps:
-    """The steps of an optimizer for which `unsuitable` is empty, and that has made one step itself.
+    """The steps of an optimizer for which `unsuitable` returns an empty text, and that has made one step itself.
 
     Args:
         optimizer: The optimizer whose parameters and state are used.
@@ -73,7 +73,7 @@ class DeviceSteps:
         """Make a step.
 
         Args:
-            grads: Parameter → gradient, for those that have one.
+            grads: A mapping from parameters to gradients. Parameters without a gradient are missing.
             rates: The learning rate of each group of parameters, shape (), on the device.
         """
         for group, dense, rows, rate in zip(self._optimizer.param_groups, self._dense, self._rows, rates, strict=True):
@@ -135,7 +135,7 @@ class _Dense(NamedTuple):
     grads: list[Tensor]
     states: list[dict[str, Tensor]]
     counts: list[Tensor]
-    """Steps taken before, of each parameter that the optimizer counts them of."""
+    """The number of earlier steps of each parameter, if the optimizer counts them."""
     rate: Tensor
     group: dict[str, Any]
 

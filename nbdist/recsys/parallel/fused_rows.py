@@ -1,7 +1,7 @@
 """Adagrad on the rows in sparse gradients, in one Triton kernel for all tables of one width: for GPUs.
 
-The ids are sorted, so that equal ids are adjacent. The first of them sums their gradients, always in the same order,
-and updates the row and its sum of squares.
+The ids are sorted, so that equal ids are adjacent. The program of the first of them sums their gradients, always in the
+same order, and updates the row and its sum of squares.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 512
-"""Numbers of a gradient's rows that are read at once, about."""
+"""The approximate number of elements of gradients that are read at once."""
 
 
 class FusedAdagrad:
     """Adagrad's step on tables of one width.
 
     Args:
-        tables: Shape (rows, width) each, float32, on one GPU.
-        sums: Sums of squares, of the same shapes.
-        eps: Added to the root of a sum.
+        tables: The tables, shape (rows, width) each, float32, on one GPU.
+        sums: The sums of squares, of the same shapes.
+        eps: The number added to the root of a sum.
     """
 
     def __init__(self, tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> None:
@@ -41,7 +41,7 @@ class FusedAdagrad:
         """Make a step.
 
         Args:
-            grads: The sparse gradient of each table; rows may occur several times. None: the table does not change.
+            grads: The sparse gradient of each table. Rows may occur several times. None: the table does not change.
             rate: The learning rate, shape (), on the GPU.
         """
         keys, rows = self._keys(grads)
@@ -84,7 +84,7 @@ class FusedAdagrad:
 
 
 def try_out(tables: int, width: int, device: torch.device) -> None:
-    """Update some empty rows: this compiles the kernel, and raises if that fails."""
+    """Update some empty rows, which compiles the kernel, and raises if that fails."""
     parts = [torch.zeros(1, width, device=device) for _ in range(2 * tables)]
     ids, rows = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, width, device=device)
     grad = torch.sparse_coo_tensor(ids, rows, (1, width), check_invariants=False)

@@ -1,4 +1,4 @@
-"""Tables with more rows than in the checkpoint: old rows are loaded, new rows start as unknown values."""
+"""Tables with more rows than in the checkpoint: old rows are loaded, new rows start like unknown values."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from ...devices import collective_device
 
 Growth = Mapping[str, torch.Tensor]
-"""Weight of the model, by its name or its table's name → the part that each of its rows in the checkpoint has in the
-rows that are new."""
+"""A mapping from the name of a weight, or of its table, to the weight of each of its rows in the checkpoint in the mean
+for the new rows."""
 
 
 _FROM_ZERO = {
     *("sum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adagrad and its row-wise kin; Adam and its kin
     *("momentum_buffer", "square_avg", "grad_avg", "acc_delta"),  # SGD, RMSprop, Adadelta
 }
-"""State that optimizers keep for each number of a weight, and begin with 0."""
+"""The state that optimizers keep for each element of a weight, and that begins with 0."""
 
 
 def resolve(
     grow: Growth, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
 ) -> dict[str, tuple[int, int, torch.Tensor]]:
-    """Find the tables that grow: key of a weight → its rows in the checkpoint, its rows here, and the parts.
+    """Find the tables that grow. Return, for the key of each weight, its rows in the checkpoint, its rows here, and the
+    weights of the mean.
 
     Args:
-        grow: The user's option.
-        weights: The model's, by their keys.
+        grow: The argument `grow` of `load`.
+        weights: The weights of the model, by their keys.
         saved: The content of the checkpoint, by key.
-        folder: The checkpoint, for the message.
+        folder: The folder of the checkpoint, for the message.
 
     Raises:
-        ValueError: A weight is not there, is not in the checkpoint, has more rows there, or parts are of other rows.
+        ValueError: A weight is not in the model or not in the checkpoint, has more rows in the checkpoint, or the
+            weights of the mean are of another number of rows.
     """
     found = {}
     for name, parts in grow.items():
@@ -55,8 +57,8 @@ def resolve(
             raise ValueError(f"grow: {key} has {new} rows here, and {old} in {folder}: a table cannot lose rows")
         if len(parts) > old:
             raise ValueError(
-                f"grow: {name!r} has parts of {len(parts)} rows, and {folder} has {old} rows of it: give those of the "
-                "workflow that the checkpoint was trained with"
+                f"grow: {name!r} must have a weight for each of its {old} rows in {folder}, got {len(parts)}: give "
+                "`unknown_weights` of the workflow that the checkpoint was trained with"
             )
         found[key] = (old, new, parts)
     return found
@@ -67,15 +69,15 @@ def pad_states(
     growing: Mapping[str, tuple[int, int, torch.Tensor]],
     folder: str | os.PathLike[str],
 ) -> None:
-    """Add zeros for the new rows, their initial value, to the state that torch's optimizers keep of a weight's rows.
+    """Add zeros, the initial value, for the new rows to the state that torch's optimizers keep of a weight's rows.
 
     Args:
-        states: A loaded state, with what `optimizers.empty_state` has. It is changed.
+        states: A loaded state, with the entries of `optimizers.empty_state`. It is changed.
         growing: The result of `resolve`.
-        folder: The checkpoint, for the message.
+        folder: The folder of the checkpoint, for the message.
 
     Raises:
-        ValueError: An optimizer is not known to begin with zeros.
+        ValueError: An optimizer's state may not begin with zeros.
     """
     for key, (old, new, _) in growing.items():
         for name, value in states.items():
@@ -112,7 +114,8 @@ def clipped(state: Any, growing: Mapping[str, tuple[int, int, torch.Tensor]]) ->
 
 
 def _grows(value: Any, rows: int) -> bool:
-    """Return whether a value has an entry for each row of a table; some optimizers have one per row and part."""
+    """Return whether a value has an entry for each row of a table; some optimizers have an entry for each row and
+    part."""
     if not (isinstance(value, torch.Tensor) or hasattr(value, "local_shards")) or not len(value.size()):
         return False
     return int(value.size()[0]) % rows == 0
@@ -121,12 +124,12 @@ def _grows(value: Any, rows: int) -> bool:
 def _sharded(value: Any, old: int, new: int) -> Any:
     """Return views of the first `old` of each `new` rows of a sharded tensor.
 
-    It uses only what this rank knows: the state of a table is on the ranks that store some of it, and only they call
-    this.
+    It uses only local knowledge: the state of a table is on the ranks that store some of it, and only these ranks call
+    this function.
     """
 
     def clip(one: Any) -> Any:
-        """Return the place of a shard's rows in the checkpoint; None if it has none of them."""
+        """Return the range of a shard's rows in the checkpoint; None if the checkpoint has none of them."""
         first, *others = one.shard_offsets
         part, row = divmod(first, new)
         rows = min(old - row, one.shard_sizes[0])
@@ -145,9 +148,9 @@ def _sharded(value: Any, old: int, new: int) -> Any:
 
 @torch.no_grad()
 def fill_new(weights: Mapping[str, Any], growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> None:
-    """Set the new rows of weights to the mean of the old rows, with the weights in their parts. All ranks must call it.
+    """Set the new rows of weights to the weighted mean of the old rows. All ranks must call it.
 
-    Rows that the checkpoint has, but no code had, are new too.
+    Rows that the checkpoint has, but that belonged to no code, are new rows, too.
     """
     for key, (_, _, parts) in growing.items():
         weight = weights[key]

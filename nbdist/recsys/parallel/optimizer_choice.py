@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Parameters → their optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
+"""A function from parameters to their optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
 
 LR, EPS = 0.01, 1e-8
-"""Defaults of an optimizer that is chosen by name."""
+"""The defaults of an optimizer that is chosen by name."""
 
 BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, lr, eps: torch.optim.SGD(parameters, lr=lr),
     "adagrad": lambda parameters, lr, eps: torch.optim.Adagrad(parameters, lr=lr, eps=eps),
     "adam": lambda parameters, lr, eps: torch.optim.Adam(parameters, lr=lr, eps=eps),
 }
-"""Optimizers that torch has for parameters of any kind."""
+"""The optimizers of torch for parameters of any kind."""
 
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", torch.optim.Adam: "adam"}
 
@@ -28,8 +28,8 @@ def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -
     """Return a function that makes the optimizer: the named one, or `optimizer` itself.
 
     Raises:
-        TypeError: It is an optimizer.
-        ValueError: No optimizer has that name, or a callable comes with `lr` or `eps`.
+        TypeError: `optimizer` is an optimizer that has its parameters already.
+        ValueError: No optimizer has this name, or `lr` or `eps` is given together with a callable.
     """
     if callable(optimizer):
         check_alone(lr, eps)
@@ -73,7 +73,7 @@ def described(make: MakeOptimizer) -> tuple[str, float, float]:
 
 
 def check_alone(lr: Any, eps: Any) -> None:
-    """Raise `ValueError` for an `lr` or `eps` with a callable, which sets its own."""
+    """Raise `ValueError` for an `lr` or `eps` together with a callable, which sets its own."""
     for name, value in (("lr", lr), ("eps", eps)):
         if value is not None:
             raise ValueError(f"`{name}` must be left out where `optimizer` is a callable, got {value}: set it there")

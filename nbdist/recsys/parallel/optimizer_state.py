@@ -1,6 +1,6 @@
 """The state of torch's optimizers by the names of their parameters, for saving and loading.
 
-Saving makes no step, so it does not change the training: a parameter without a step has no state.
+Saving makes no step, so it does not change the training. A parameter that had no step yet has no state.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 _RATES = ("lr", "initial_lr")
-"""Options of a group that are not saved: what sets them goes on by itself."""
+"""The options of a group that are not saved, because the code that sets them does so again."""
 
 _PREFIX = "dense."
 
 Named = tuple[torch.optim.Optimizer, Mapping[torch.Tensor, str]]
-"""An optimizer, and the names of its parameters, but of those whose state is saved elsewhere."""
+"""An optimizer, and the names of its parameters, except the parameters whose state is saved elsewhere."""
 
 
 def state_of(optimizers: Sequence[Named]) -> dict[str, Any]:
     """Return the state of some optimizers for a checkpoint.
 
     Returns:
-        For each tensor in it one, under ``dense.<parameter>.<its name>``; and under ``dense.<parameter>`` the
-        optimizer's class, what is no tensor, and of the group all that is not as the optimizer was made: some keep a
-        count of steps there.
+        Each tensor is saved under ``dense.<parameter>.<its name>``. ``dense.<parameter>`` has the optimizer's class,
+        the values that are not tensors, and the options of the group that have changed since the optimizer was made:
+        some optimizers keep a count of steps there.
     """
     found: dict[str, Any] = {}
     for optimizer, group, parameter, name in _parameters(optimizers):
@@ -46,7 +46,7 @@ def empty_state(
     Args:
         optimizers: The optimizers to which the state belongs.
         saved: The content of the checkpoint, by key.
-        folder: The checkpoint, for the message.
+        folder: The folder of the checkpoint, for the message.
 
     Raises:
         ValueError: The checkpoint has no state of a parameter.
@@ -66,7 +66,7 @@ def set_state(optimizers: Sequence[Named], state: Mapping[str, Any], folder: str
     """Set optimizers to a state that was read from a checkpoint.
 
     Raises:
-        ValueError: It is the state of another class of optimizers.
+        ValueError: The state belongs to another class of optimizers.
     """
     for optimizer, _, _, name in _parameters(optimizers):
         kind, here = state[_PREFIX + name][0], type(optimizer).__name__
@@ -88,7 +88,7 @@ def set_state(optimizers: Sequence[Named], state: Mapping[str, Any], folder: str
 
 
 def _parameters(optimizers: Sequence[Named]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Any, str]]:
-    """Yield each parameter that has a name with its optimizer, its group, and its name."""
+    """Yield each parameter that has a name, with its optimizer, its group, and its name."""
     for optimizer, names in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -97,7 +97,7 @@ def _parameters(optimizers: Sequence[Named]) -> Iterator[tuple[torch.optim.Optim
 
 
 def misfit(folder: str | os.PathLike[str], what: str) -> str:
-    """Make the message for a checkpoint whose optimizer state is of no use here."""
+    """Return the message for a checkpoint whose optimizer state cannot be used."""
     return (
         f"the optimizer's state in {folder} does not fit: {what}. It was saved with another optimizer, or one that "
         "keeps a number per row of each part (rowwise_adagrad) and another split of the columns: use the same ones, or "

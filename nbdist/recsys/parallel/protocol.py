@@ -1,4 +1,4 @@
-"""The interface that training, evaluation and snapshots need of a model on all ranks, sharded or replicated."""
+"""The interface to a model on all ranks, sharded or replicated, for training, evaluation and snapshots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Ahead(Protocol):
     """The interface of `InputsAhead`."""
 
     def start(self, features: Any) -> None:
-        """Start sending."""
+        """Start sending the ids of a batch."""
 
     def proceed(self) -> None:
         """Continue when the sizes are known."""
@@ -26,7 +26,7 @@ class Parallel(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model, which is called like the original model."""
+        """The model. It is called like the original model."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -41,7 +41,7 @@ class Parallel(Protocol):
         """The sender of the next batch's ids to the ranks that store their rows; None if no ids are sent."""
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale all gradients so that their common norm is at most `norm`; return the norm before that."""
+        """Scale all gradients so that their common norm is at most `norm`. Return the norm before the scaling."""
 
     def gather(self) -> nn.Module | None:
         """Return the whole model as one plain module, on the CPU of rank 0; None on the other ranks."""
@@ -53,11 +53,12 @@ class Parallel(Protocol):
         """Load a checkpoint of `save`, on any number of ranks.
 
         Args:
-            folder: The folder of `save`.
-            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
-            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
-                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
-                optimizers know nothing of the new ones yet.
+            folder: The folder that `save` has written.
+            optimizer: Whether to load the optimizer's state, too. Learning rates are not part of the state.
+            grow: The tables or parameters that may have more rows here than in the checkpoint. A mapping from the name
+                of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
+                of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
+                optimizer has no state yet.
 
         Raises:
             ValueError: The checkpoint is of another model, or of another optimizer.

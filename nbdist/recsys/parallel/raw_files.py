@@ -13,7 +13,7 @@ from torch import Tensor
 from .raw_tables import RawTables
 
 PARTS = "raw_ids"
-"""The part of a checkpoint's state with the number of files."""
+"""The key of the number of files in a checkpoint's state."""
 _OPTIMIZER = "optimizer."
 
 
@@ -31,7 +31,7 @@ def load(folder: str | os.PathLike[str], tables: RawTables, parts: int, optimize
     """Load the rows that belong to this rank from the files of `parts` ranks. Runs no code from the files.
 
     Raises:
-        ValueError: The tables are others, or the optimizer's state is.
+        ValueError: The checkpoint has other tables, or the state of another optimizer.
     """
     files = [torch.load(_file(folder, part), weights_only=True, mmap=True) for part in range(parts)]
     for path, table in tables.tables.items():
@@ -82,7 +82,8 @@ def _add_optimizer_state(tables: RawTables, path: str, own: dict[str, Tensor], r
 
 
 def gather(tables: RawTables) -> dict[str, dict[str, Tensor]] | None:
-    """Return path → `rows_state` of all ranks together, in the order of ids, on the CPU of rank 0; elsewhere None."""
+    """Return, by path, the `rows_state` of all ranks together, in the order of ids, on the CPU of rank 0; None on other
+    ranks."""
     found = {}
     for path, table in tables.tables.items():
         state = table.rows_state()
@@ -119,5 +120,5 @@ def _file(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def checkpoint_part(tables: RawTables | None) -> dict[str, Any]:
-    """Return what a checkpoint's state says of tables of raw ids."""
+    """Return the description of tables of raw ids for a checkpoint's state."""
     return {} if tables is None else {PARTS: {"files": torch.tensor(tables.size)}}

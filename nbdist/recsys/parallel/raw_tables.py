@@ -1,7 +1,7 @@
-"""Tables of raw ids in a model on all ranks: each row, with its optimizer's state, is on one rank.
+"""Tables of raw ids in a model on all ranks. Each row, with its optimizer's state, is on one rank.
 
-In a step, the rows with gradients stand in for their table as a small dense parameter: so any of torch's optimizers
-that treat each number alike can train them, and rows without a gradient stay.
+In a step, a small dense parameter with the rows that have gradients replaces the table. So any optimizer of torch that
+treats each element alike can train these rows, and rows without a gradient stay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _OPTIMIZERS = (
     *(torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
     *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
 )
-"""Optimizers whose state of a number begins with 0, or, for Adagrad, with one of its options."""
+"""The optimizers whose state of an element begins with 0, or, for Adagrad, with one of its options."""
 _MAP_BYTES = 80
-"""Bytes of the map and the counts of a row, about."""
+"""The approximate number of bytes of a row in the map and the counts."""
 
 
 def raw_tables(model: nn.Module) -> dict[str, RawTable]:
@@ -37,7 +37,7 @@ class RawTables:
     """The tables of raw ids of a model. All ranks must call its methods at the same time.
 
     Args:
-        tables: Path → table.
+        tables: The tables, by path.
         group: The process group of all ranks.
     """
 
@@ -73,7 +73,7 @@ class RawTables:
         """Make each step of the optimizer a step on the rows with gradients, and evict rows after it.
 
         Raises:
-            ValueError: Such an optimizer cannot train single rows.
+            ValueError: The optimizer cannot train single rows.
         """
         if type(optimizer) not in _OPTIMIZERS:
             raise ValueError(
@@ -85,12 +85,12 @@ class RawTables:
         optimizer.register_step_post_hook(self._end)
 
     def exchange(self) -> None:
-        """Make of each table's gradient the mean over the ranks, for its rows on this rank."""
+        """Set each table's gradient to the mean over the ranks, for its rows on this rank."""
         for path, table in self.tables.items():
             self._look_ups[path].exchange(table)
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norm of all tables' gradients, after `exchange`; equal on all ranks."""
+        """Return the squared norm of all tables' gradients after `exchange`. It is equal on all ranks."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for weight in self._weights:
             if weight.grad is not None:
@@ -99,7 +99,8 @@ class RawTables:
         return total[0]
 
     def own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the part of a table's `rows_state`, and of what belongs to its rows, that this rank stores."""
+        """Return the part of a table's `rows_state`, and of the values that belong to its rows, that this rank
+        stores."""
         mine = owners(state["ids"], self.size) == self.rank
         waiting = owners(state["waiting_ids"], self.size) == self.rank
         return {
@@ -108,7 +109,7 @@ class RawTables:
         }
 
     def row_state(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """Return what the optimizer keeps for each number of a table, with as many rows as the table."""
+        """Return the optimizer's state for each element of a table, with the number of rows of the table."""
         state = self.optimizer.state.get(weight, {})
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
@@ -116,7 +117,7 @@ class RawTables:
         return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
     def initial(self, weight: Tensor, name: str) -> float:
-        """Return what the optimizer's state of a number begins with."""
+        """Return the initial value of the optimizer's state of an element."""
         for group in self.optimizer.param_groups:
             if name == "sum" and any(one is weight for one in group["params"]):
                 return float(group.get("initial_accumulator_value", 0))
@@ -137,7 +138,7 @@ class RawTables:
 
     @torch.no_grad()
     def _stand_in(self, group: dict[str, Any], i: int, weight: nn.Parameter, rows: Tensor, grads: Tensor) -> None:
-        """Put a parameter with the rows that have gradients in the place of a table."""
+        """Replace a table by a parameter with the rows that have gradients."""
         small = nn.Parameter(weight.detach().index_select(0, rows))
         small.grad = grads
         kept = self.row_state(weight)
@@ -156,7 +157,7 @@ class RawTables:
 
     @torch.no_grad()
     def _put_back(self, stepped: bool = False) -> None:
-        """Put the tables back to where rows stand in for them; after a step, with what has become of the rows."""
+        """Put the tables back in place of these parameters. After a step, the tables get the changed rows."""
         for group, i, weight, rows in self._standing_in:
             small, group["params"][i] = group["params"][i], weight
             after = self.optimizer.state.pop(small, {})
@@ -184,7 +185,7 @@ class RawTables:
 
     @torch.no_grad()
     def _evict(self) -> None:
-        """Evict rows that are too old, and those that are too many on all ranks together."""
+        """Evict rows that are too old, and rows beyond the limit for all ranks together."""
         for table in self.tables.values():
             time = table.options.time_to_live
             every = max(1, (time or 0) // 8)
@@ -208,7 +209,7 @@ class RawTables:
                 table.waiting.map.remove(goes)
 
     def _first_to_go(self, ids: CountedIds, count: int, evict: Any, batch: int) -> Tensor:
-        """Return the rows of this rank that are among the `count` of all ranks that are evicted first."""
+        """Return the rows of this rank that are among the `count` rows of all ranks to evict first."""
         rows, keys = ids.first_to_go(count, evict, batch)
         if self.size == 1:
             return rows
@@ -226,13 +227,13 @@ class RawTables:
         return rows[mine]
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return a tensor of one shape of each rank."""
+        """Return the tensors of all ranks, which have the same shape."""
         everyone = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(everyone, tensor.contiguous(), group=self._group)
         return everyone
 
     def _remove(self, table: RawTable, rows: Tensor) -> None:
-        """Remove rows of a table, and what the optimizer knows of them."""
+        """Remove rows of a table, and their state in the optimizer."""
         table.rows.map.remove(rows)
         table.weight[rows] = 0
         for name, value in self.row_state(table.weight).items():

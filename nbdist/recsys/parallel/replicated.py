@@ -28,7 +28,7 @@ from .raw_tables import RawTables, raw_tables
 
 @dataclass(frozen=True)
 class Replicated:
-    """A model with a copy on every rank, inside a rank.
+    """A model with a copy on every rank. `replicate` makes it.
 
     Examples:
         >>> import torch
@@ -45,10 +45,10 @@ class Replicated:
     """
 
     model: nn.Module
-    """Call it like the model that was given."""
+    """Call the model, like the original model."""
     optimizer: torch.optim.Optimizer
     module: nn.Module
-    """The model that was given."""
+    """The original model."""
     _tables: CommonTables | CopiedTables | None = None
     """The tables with sparse gradients, which DistributedDataParallel leaves alone."""
     _raw: RawTables | None = None
@@ -61,13 +61,13 @@ class Replicated:
 
     @property
     def _ahead(self) -> None:
-        """None: every rank stores all rows, so that no ids are sent."""
+        """None: every rank stores all rows, so no ids are sent."""
 
     def clip_gradients(self, norm: float) -> float:
         """Scale all gradients so that their common norm is at most `norm`.
 
         Returns:
-            Their norm before.
+            The norm before the scaling.
         """
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         apart = [tables for tables in (self._tables, self._raw) if tables is not None]
@@ -105,17 +105,18 @@ class Replicated:
         checkpoint.save(folder, state | optimizers.state_of([self._named()]))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
-        """Load a checkpoint of `save`, on any number of ranks; or weights of such a model from `Sharded.save`.
+        """Load a checkpoint of `save`, on any number of ranks; or the weights of a checkpoint of `Sharded.save`.
 
         Args:
-            folder: The folder of `save`.
-            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
-            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
-                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
-                optimizers know nothing of the new ones yet.
+            folder: The folder that `save` has written.
+            optimizer: Whether to load the optimizer's state, too. Learning rates are not part of the state.
+            grow: The tables or parameters that may have more rows here than in the checkpoint. A mapping from the name
+                of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
+                of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
+                optimizer has no state yet.
 
         Raises:
-            ValueError: The checkpoint is of another model, or of another optimizer; or a table cannot grow so.
+            ValueError: The checkpoint is of another model or optimizer, or a table cannot grow in this way.
         """
         state: dict[str, Any] = {"model": self._weights()} | raw_files.checkpoint_part(self._raw)
         saved = checkpoint.contents(folder)
@@ -169,8 +170,8 @@ def _check(model: nn.Module, of_ids: Mapping[str, Any], optimizer: Any, process_
         )
     if optimizer == "adam" and (sparse := sparse_tables(model)[0]):
         raise ValueError(
-            f"`optimizer` must be sgd, adagrad or a callable where a table says sparse=True, as {next(iter(sparse))} "
-            "does, got 'adam': torch has it for dense gradients alone"
+            f"`optimizer` must be sgd, adagrad or a callable if a table has sparse=True, as {next(iter(sparse))} has, "
+            "got 'adam': torch's Adam accepts only dense gradients"
         )
 
 
@@ -192,33 +193,32 @@ def replicate(
 
     CPU ranks of one machine share tables with `sparse=True` (`nn.Embedding`, `nn.EmbeddingBag`; without `max_norm`):
     the tables and the optimizer's state of their rows are in memory once, each rank updates a part of the rows, and the
-    time of a step does not depend on the number of rows. Optimizers for that are torch's Adagrad, SparseAdam, and SGD
-    without momentum. On GPUs, several machines, or with a `process_group` such tables are copied, too, and ranks
+    time of a step does not depend on the number of rows. The optimizer can be torch's Adagrad, SparseAdam, or SGD
+    without momentum. On GPUs, on several machines, or with a `process_group`, such tables are copied, too, and ranks
     exchange the rows of their gradients.
 
     The rows of a table of raw ids (`RawIds`) are divided among the ranks, with their optimizer's state. torch's SGD,
-    Adagrad, Adam and their kin, with any options, train the rows that a batch touches, and leave the others alone. A
-    step uses the gradients of such rows up.
+    Adagrad, Adam and related optimizers, with any options, train the rows that a batch uses and leave other rows
+    unchanged. A step removes the gradients of such rows.
 
     Args:
-        model: Any module, with values. It is moved to the rank's device.
-        optimizer: "sgd", "adagrad" or "adam"; or, as for `shard`, what makes an optimizer of parameters, such as
-            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`: any optimizer will do.
-        lr: Learning rate, for an optimizer by name. None: 0.01.
-        eps: The number added to the denominator, for optimizers by name that have one. None: 1e-8.
+        model: Any module with values. It is moved to the rank's device.
+        optimizer: "sgd", "adagrad" or "adam"; or a function from parameters to any optimizer, such as `lambda
+            parameters: torch.optim.Adam(parameters, lr=1e-3)`.
+        lr: The learning rate of an optimizer that is given by name. None: 0.01.
+        eps: The number added to the denominator by an optimizer that is given by name and has one. None: 1e-8.
         process_group: The group of the ranks with copies. None: all ranks.
-        bucket_cap_mb: MiB of gradients that are sent together. None: torch's choice. This and what follows is for
-            `DistributedDataParallel`, which explains it.
+        bucket_cap_mb: The number of MiB of gradients that are sent together. None: torch's default. This and the
+            following arguments are passed to `DistributedDataParallel`, whose documentation explains them.
         find_unused_parameters: Whether some parameters have no gradient in some steps.
-        gradient_as_bucket_view: Whether gradients lie in what is sent, which takes less memory.
+        gradient_as_bucket_view: Whether gradients are views of the memory that is sent, which takes less memory.
         static_graph: Whether each step uses the same parameters.
 
     Raises:
-        ValueError: Something of the model is on the meta device; `optimizer` is no callable and no such name, or is a
-            callable and comes with `lr` or `eps`; or it cannot train single rows, and a table has raw ids; or it is
-            "adam", and a table says `sparse=True`; or its `eps` is 0 in
-            float16, and a parameter is that.
-        RuntimeError: Outside a process group.
+        ValueError: A part of the model is on the meta device; `optimizer` is neither a callable nor such a name, or is
+            a callable together with `lr` or `eps`; it cannot train single rows, and a table has raw ids; it is "adam",
+            and a table has `sparse=True`; or its `eps` is 0 in float16, the type of a parameter.
+        RuntimeError: The process is in no process group.
 
     Examples:
         >>> import torch
@@ -273,7 +273,8 @@ def replicate(
 
 
 def _distributed(model: nn.Module, apart: Collection[str], **options: Any) -> DistributedDataParallel:
-    """Return a model, on this rank's device, whose gradients are exchanged, but for the parameters in `apart`."""
+    """Return a model, on this rank's device, whose gradients are averaged over the ranks, except for the parameters in
+    `apart`."""
     if apart:
         of_root = {f".{name}" for name in apart if "." not in name}  # torch's names in a model that is a table
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*apart, *of_root])

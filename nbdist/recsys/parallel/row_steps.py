@@ -15,10 +15,11 @@ from torch.optim.adagrad import adagrad
 
 @torch.no_grad()
 def step_rows(optimizer: torch.optim.Optimizer, tables: Container[nn.Parameter]) -> list[nn.Parameter]:
-    """Make an optimizer's step for its parameters among `tables`, whose gradients are sparse.
+    """Step an optimizer's parameters among `tables`, whose gradients are sparse.
 
     Returns:
-        For which it was taken. None but for Adagrad, and without weight decay, which torch refuses for such gradients.
+        The tables whose steps were made: none unless the optimizer is Adagrad, and none with weight decay, which torch
+        refuses for such gradients.
     """
     if type(optimizer) is not torch.optim.Adagrad:
         return []

@@ -1,4 +1,4 @@
-"""Embedding tables whose rows belong to raw ids, and come and go in training."""
+"""Embedding tables of raw ids, which gain and lose rows during training."""
 
 from .options import RawIds
 from .table import RawTable

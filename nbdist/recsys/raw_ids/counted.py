@@ -1,4 +1,4 @@
-"""Ids with a row each, how often they occurred, and in which batch they did last."""
+"""A map from ids to rows, with the number of occurrences of each id and the batch of its last one."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ class CountedIds:
         self._last = torch.zeros_like(self._counts)
 
     def add(self, ids: Tensor, counts: Tensor, last: Tensor | int) -> Tensor:
-        """Add ids, each once and none that is there; return their rows, shape (n,)."""
+        """Add ids, which must be distinct and new, and return their rows, shape (n,)."""
         rows = self.map.add(ids)
         self._counts, self._last = (grown(one, self.map.allocated) for one in (self._counts, self._last))
         self._counts[rows], self._last[rows] = counts, last
         return rows
 
     def note(self, rows: Tensor, batch: int) -> None:
-        """Count an occurrence of the id of each of `rows`, which may come several times, in a batch."""
+        """Count one occurrence in a batch for each element of `rows`; a row may be in it several times."""
         self._counts.index_add_(0, rows, torch.ones_like(rows))
         self._last.index_fill_(0, rows, batch)
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Return how often the ids of rows occurred."""
+        """Return the number of occurrences of the id of each row."""
         return self._counts[rows]
 
     def last(self, rows: Tensor) -> Tensor:
-        """Return the batch in which the ids of rows occurred last."""
+        """Return the number of the batch in which the id of each row last occurred."""
         return self._last[rows]
 
     def expired(self, before: int) -> Tensor:
-        """Return the rows of ids that did not occur from a batch on."""
+        """Return the rows whose ids did not occur in this batch or later."""
         rows = self.map.rows()
         return rows[self._last[rows] < before]
 
     def first_to_go(self, count: int, evict: str | Score, batch: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that are evicted first, and by what: float64, shape (n, 2), the smallest go first.
+        """Return the rows to evict first, and their sort keys, float64, shape (n, 2): the smallest are evicted first.
 
         Args:
-            count: The number of rows; fewer are returned where there are fewer.
+            count: The number of rows to evict. If there are fewer rows, all are returned.
             evict: See `RawIds`.
             batch: The number of this batch.
         """
@@ -78,7 +78,7 @@ class CountedIds:
 
 
 def lowest(keys: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` smallest by the columns of `keys`, shape (n, 2), and then by their ids."""
+    """Return the indices of the `count` smallest rows of `keys`, shape (n, 2); ids decide between equal rows."""
     order = ids.argsort()
     for column in (keys[:, 1], keys[:, 0]):
         order = order[column[order].argsort(stable=True)]
@@ -86,7 +86,7 @@ def lowest(keys: Tensor, ids: Tensor, count: int) -> Tensor:
 
 
 def grown(tensor: Tensor, rows: int, value: float = 0) -> Tensor:
-    """Return a tensor with at least `rows` rows; new ones have the value `value`."""
+    """Return a tensor with at least `rows` rows. Rows that are added are filled with `value`."""
     if len(tensor) >= rows:
         return tensor
     return torch.cat([tensor, tensor.new_full((rows - len(tensor), *tensor.shape[1:]), value)])

@@ -1,7 +1,7 @@
 """A map from 64-bit ids to numbers of rows, in torch tensors on any device: a hash table of buckets.
 
-An id belongs to a bucket of eight places, or, where that was full, to the next one that was not. All 64 bits are
-compared, so that two ids never share a row.
+An id is stored in its bucket of eight places, or, if that is full, in the next bucket with a free place. All 64 bits
+are compared, so that two ids never share a row.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 from .mixing import mixed
 
 _WIDTH = 8
-"""Places of a bucket: their ids are one line of a processor's cache."""
+"""The number of places of a bucket: their ids fill one line of a processor's cache."""
 _FULL = 5
-"""Ids for each bucket, on average, from which on there are twice as many buckets."""
+"""The average number of ids in a bucket above which the number of buckets is doubled."""
 _LEAST = 64
-"""Rows, and buckets, of an empty map."""
+"""The number of rows, and of buckets, of an empty map."""
 
 
 class IdMap:
@@ -47,7 +47,7 @@ class IdMap:
 
     @property
     def allocated(self) -> int:
-        """The number of rows that there is room for; it grows."""
+        """The number of rows that have memory. It grows with the map."""
         return len(self._keys)
 
     @property
@@ -81,10 +81,10 @@ class IdMap:
         return found
 
     def add(self, ids: Tensor) -> Tensor:
-        """Give ids a row each, and return these, int64, shape (n,).
+        """Give each id a row, and return the rows, int64, shape (n,).
 
         Args:
-            ids: Int64, shape (n,): each once, and none that the map has.
+            ids: Int64, shape (n,): distinct ids that are not in the map.
         """
         count = len(ids)
         while self.size + count > self.allocated:
@@ -103,7 +103,7 @@ class IdMap:
         """Remove the ids of rows.
 
         Args:
-            rows: Int64, shape (n,): each once, and each of an id of the map.
+            rows: Int64, shape (n,): distinct rows, each of an id in the map.
         """
         ids = self._keys[rows]
         bucket, rest = mixed(ids) & self._last, torch.arange(len(rows), device=rows.device)
@@ -134,7 +134,7 @@ class IdMap:
             setattr(self, name, getattr(self, name).to(device))
 
     def _rows_in(self, bucket: Tensor, ids: Tensor) -> Tensor:
-        """Return the row of each id in its bucket; -1 where it is not there."""
+        """Return the row of each id that is in its bucket, and -1 for other ids."""
         block = self._buckets.index_select(0, bucket)
         return block[:, _WIDTH:].masked_fill_(block[:, :_WIDTH] != ids[:, None], -1).amax(1)
 
@@ -158,7 +158,7 @@ class IdMap:
             ids, rows, bucket = ids[~fits], rows[~fits], (full + 1) & self._last
 
     def _grow(self) -> None:
-        """Make room for half as many rows again."""
+        """Allocate memory for 50 % more rows."""
         more = self.allocated // 2
         new = torch.arange(self.allocated + more - 1, self.allocated - 1, -1, device=self.device)
         free = self._free[: self.allocated - self.size]
@@ -167,7 +167,7 @@ class IdMap:
         self._used = torch.cat([self._used, self._used.new_zeros(more)])
 
     def _rebuild(self) -> None:
-        """Put all ids into new buckets, as many as they need."""
+        """Put all ids into new buckets, whose number fits the number of ids."""
         count = len(self._buckets)
         while self.size > _FULL * count:
             count *= 2

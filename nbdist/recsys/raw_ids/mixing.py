@@ -1,4 +1,4 @@
-"""Numbers made of ids alone, equal on every rank, device and machine: SplitMix64 in torch's signed integers."""
+"""Hashes of ids that are equal on every rank, device and machine: SplitMix64 in torch's signed integers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ADD, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x
 
 
 def mixed(ids: Tensor, seed: int = 0) -> Tensor:
-    """Return a number for each id, int64, any shape; different ids of one seed have different numbers."""
+    """Return the hash of each id, int64, any shape. Different ids have different hashes, for the same seed."""
     found = ids + _signed((_ADD * (seed + 1)) % (1 << 64))
     found = (found ^ _shifted(found, 30)) * _FIRST
     found = (found ^ _shifted(found, 27)) * _SECOND
@@ -23,7 +23,7 @@ def mixed(ids: Tensor, seed: int = 0) -> Tensor:
 
 
 def uniform(numbers: Tensor) -> Tensor:
-    """Return a float32 from 0 to 1, without 1, for each number of `mixed`."""
+    """Return a float32 at least 0 and below 1 for each hash of `mixed`."""
     return _shifted(numbers, 40).to(torch.float32) * 2.0**-24
 
 
@@ -39,5 +39,5 @@ def initial_rows(ids: Tensor, width: int, bound: float) -> Tensor:
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift to the right as unsigned integers are."""
+    """Shift to the right, and fill with zeros, as for unsigned integers."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
+from ...checks import check_count, check_number
+
 Score: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Counts of occurrences, and batches since the last one, of some ids, int64, shape (n,) both → a number for each, shape
 (n,): ids with the smallest are evicted first."""
@@ -15,13 +17,13 @@ Score: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RawIds:
-    """A column of raw ids, 64-bit integers, in place of the number of codes of a column.
+    """The options of a table of raw ids, 64-bit integers. Models take it in place of the number of codes of a column.
 
-    Its table has a row for each admitted id, and grows in training. Two ids never share a row. Columns of strings are
-    made 64-bit integers before.
+    The table has a row for each admitted id, and grows during training. Two ids never share a row. Strings must be
+    hashed to 64-bit integers first.
 
     Raises:
-        ValueError: An option makes no sense.
+        TypeError, ValueError: An option is out of its range, or both `capacity` and `capacity_bytes` are given.
 
     Examples:
         >>> import torch
@@ -42,38 +44,38 @@ class RawIds:
     """
 
     capacity: int | None = None
-    """Rows on all ranks together that are left after a step, at most. None: no limit. When there are more, a 32nd of
-    them is evicted at once."""
+    """The largest number of rows after a step, on all ranks together. None: no limit. When it is exceeded, a 32nd of
+    the rows is evicted at once."""
     capacity_bytes: int | None = None
-    """The same in bytes of weights, the optimizer's state, and the map of ids."""
+    """The same limit in bytes of weights, the optimizer's state, and the map of ids."""
     admit_after: int = 1
-    """Occurrences after which an id has a row, from the batch of the last of them on."""
+    """The number of occurrences after which an id gets a row. The batch of the last of them already uses the row."""
     admit_probability: float = 1.0
-    """Chance of an id to get a row each time that it occurs, from `admit_after` on. It follows from the id and the
-    number of the batch, so that it is the same on any number of ranks."""
+    """The probability that an id gets a row at an occurrence, from occurrence number `admit_after` on. The draw is
+    computed from the id and the number of the batch, so it is the same on any number of ranks."""
     evict: Literal["lru", "lfu"] | Score = "lru"
-    """The rows that are evicted first: ids that occurred the longest ago, the least often, or a function's choice.
-    Of equals, the one that occurred the longest ago."""
+    """The rule for which rows are evicted first: "lru", ids whose last occurrence is the longest ago; "lfu", ids that
+    occurred the least often; or a function of counts and ages. Of equal ids, the one seen the longest ago is first."""
     time_to_live: int | None = None
-    """Batches after which an id that did not occur is evicted; they are looked for eight times in that time."""
+    """The number of batches without an occurrence after which an id is evicted. The table is searched for such ids
+    eight times in this number of batches."""
     unknown: Literal["zeros", "learned"] = "zeros"
-    """The vector of ids without a row: zeros, or a row of its own for all of them, which is trained."""
+    """The vector of ids without a row: "zeros", or "learned": one vector for all of them, which is trained."""
     bound: float = 0.01
-    """Numbers of a new row are from -bound to bound, uniformly, and follow from the id."""
+    """The bound of the elements of a new row, which are uniform from -bound to bound and computed from the id."""
 
     def __post_init__(self) -> None:
         for name in ("capacity", "capacity_bytes", "admit_after", "time_to_live"):
             value = getattr(self, name)
-            optional = value is None and name != "admit_after"
-            if not optional and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 1):
-                raise ValueError(f"`{name}` must be an integer, at least 1, got {value!r}")
+            if value is not None or name == "admit_after":
+                check_count(value, least=1, name=f"`{name}`")
         if self.capacity is not None and self.capacity_bytes is not None:
             raise ValueError("give `capacity` or `capacity_bytes`, one of the two")
-        if not 0 < self.admit_probability <= 1:
+        check_number(self.admit_probability, above=0, name="`admit_probability`")
+        if self.admit_probability > 1:
             raise ValueError(f"`admit_probability` must be above 0 and at most 1, got {self.admit_probability!r}")
         if not callable(self.evict) and self.evict not in ("lru", "lfu"):
             raise ValueError(f'`evict` must be "lru", "lfu" or a function, got {self.evict!r}')
         if self.unknown not in ("zeros", "learned"):
             raise ValueError(f'`unknown` must be "zeros" or "learned", got {self.unknown!r}')
-        if not 0 <= self.bound < float("inf"):
-            raise ValueError(f"`bound` must be a number, at least 0, got {self.bound!r}")
+        check_number(self.bound, name="`bound`")

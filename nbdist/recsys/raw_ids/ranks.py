@@ -1,4 +1,4 @@
-"""Look-ups in tables of raw ids whose rows are divided among ranks, and the way of their gradients back."""
+"""Look-ups in tables of raw ids whose rows are divided among ranks, and the exchange of their gradients."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from .table import RawTable
 
 
 class _Route(NamedTuple):
-    """The way of the ids of a look-up to the ranks with their rows."""
+    """The exchange of the ids of a look-up with the ranks that store their rows."""
 
     order: Tensor
-    """The order in which they were sent."""
+    """The order in which the ids were sent."""
     sent: list[int]
-    """Ids to each rank."""
+    """The number of ids sent to each rank."""
     received: list[int]
-    """Ids from each rank."""
+    """The number of ids received from each rank."""
 
 
 class _LookUp(NamedTuple):
-    """A look-up whose gradient is to come."""
+    """A look-up whose gradient is not computed yet."""
 
     vectors: Tensor
     rows: Tensor
-    """The rows on this rank that ranks asked for, in the order of the ranks, -1 for those that are not there."""
+    """The rows on this rank that the ranks asked for, in the order of the ranks; -1 for an id without a row."""
     route: _Route | None
     marker: Tensor
-    """The gradient of the table at the time, which `zero_grad` removes or writes to."""
+    """The gradient of the table during the look-up. `zero_grad` replaces it or writes to it."""
     version: int
 
 
 class SpreadLookUps:
-    """Look-ups of one table on all ranks, which must call each of its methods.
+    """Look-ups in one table whose rows are divided among ranks. All ranks must call each method.
 
-    The gradients of a row are added up in the order of the ranks and their rows, so that the sum does not depend on the
-    number of ranks.
+    The gradients of a row are added in the order of the ranks and of their batches, so that the sum does not depend on
+    the number of ranks.
 
     Args:
         group: The process group.
@@ -51,11 +51,11 @@ class SpreadLookUps:
 
     @torch.no_grad()
     def vectors(self, table: RawTable, ids: Tensor, training: bool) -> tuple[Tensor, Tensor | None]:
-        """Look ids of this rank up, and admit new ones in training.
+        """Look up the vectors of this rank's ids, and admit new ids in training.
 
         Returns:
-            Their vectors, shape (ids, width), zeros where there is no row; and whether there is one, shape (ids, 1),
-            for a table with a row for unknown ids.
+            The vectors, shape (ids, width), zeros for an id without a row; and, for a table with a row for unknown
+            ids, whether each id has a row, shape (ids, 1), otherwise None.
         """
         route = None
         if self.size > 1:
@@ -79,7 +79,8 @@ class SpreadLookUps:
 
     @torch.no_grad()
     def exchange(self, table: RawTable) -> None:
-        """Make the mean over the ranks of the gradients since `zero_grad` the table's gradient, for its rows here."""
+        """Set the table's gradient to the mean over the ranks of all gradients since `zero_grad`, for the rows on this
+        rank."""
         marker, looked_up = table.weight.grad, self._waiting
         self._waiting = []
         rows, grads = [], []
@@ -116,12 +117,12 @@ class SpreadLookUps:
         return found
 
     def _back(self, tensor: Tensor, route: _Route) -> Tensor:
-        """Return answers to the ids that this rank had sent, in their own order."""
+        """Return the answers for the ids of this rank, in the order of the ids before they were sent."""
         answers = self._sent(tensor, route.received, route.sent)
         return torch.empty_like(answers).index_copy_(0, route.order, answers)
 
 
 def _sparse(rows: Tensor, grads: Tensor, table: RawTable) -> Tensor:
-    """Make a gradient of rows, each once, in ascending order."""
+    """Return a sparse gradient of distinct rows in ascending order."""
     shape = table.weight.shape
     return torch.sparse_coo_tensor(rows[None], grads, shape, check_invariants=False, is_coalesced=True)

@@ -16,14 +16,15 @@ _STATE = ("ids", "weight", "counts", "last", "waiting_ids", "waiting_counts", "w
 
 
 class LookUps(Protocol):
-    """The interface of what looks rows up on all ranks."""
+    """The interface of a class that looks up rows on all ranks."""
 
     def vectors(self, table: RawTable, ids: Tensor, training: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors of ids, and whether each of them has a row if the table asks for that."""
+        """Return the vectors of ids, and whether each id has a row; None instead, unless unknown ids have a vector that
+        is trained."""
 
 
 class Records(NamedTuple):
-    """Rows of a table with all that belongs to them."""
+    """Ids with their numbers of occurrences, and the batch of the last occurrence of each."""
 
     ids: Tensor
     counts: Tensor
@@ -31,15 +32,15 @@ class Records(NamedTuple):
 
 
 class RawTable(nn.Module):
-    """A table that is looked up by raw ids. Collections such as `PooledTables` make it.
+    """An embedding table that is looked up by raw ids. Collections such as `PooledTables` make it.
 
-    A model of `replicate` has the rows of an id on one of its ranks. There, in training mode and with gradients, new
-    ids are admitted. Otherwise ids are looked up only.
+    After `replicate`, each row is stored on one of the ranks. In such a model, new ids get rows in training mode while
+    gradients are on. Otherwise, the table is only read.
 
     Args:
-        width: Numbers of a row.
-        options: Which ids get a row, and lose it.
-        device: Where the rows are.
+        width: The number of elements of a row.
+        options: The rules by which ids get rows and lose them.
+        device: The device of the rows.
 
     Examples:
         >>> import torch
@@ -57,9 +58,9 @@ class RawTable(nn.Module):
         self.waiting = CountedIds(device)
         """Ids that did not occur often enough to have a row."""
         self.batches = 0
-        """The number of look-ups in training,"""
+        """The number of look-ups in training."""
         self.batches_before = 0
-        """and what it was after the step before."""
+        """The same number after the last step."""
         self.weight = nn.Parameter(torch.zeros(self.rows.map.allocated, width, device=device))
         self.default_row = nn.Parameter(torch.zeros(width, device=device)) if options.unknown == "learned" else None
         self.look_ups: LookUps | None = None
@@ -68,8 +69,13 @@ class RawTable(nn.Module):
         """Return the vectors of ids, shape (ids, width).
 
         Args:
-            ids: Integers, shape (ids,); unsigned ones of 64 bits are taken as the signed ones with their bits.
+            ids: Integers, shape (ids,). The bits of unsigned 64-bit integers are read as signed integers.
+
+        Raises:
+            TypeError: The ids are no integers.
         """
+        if ids.is_floating_point() or ids.is_complex():
+            raise TypeError(f"raw ids must be integers, got {ids.dtype}: a float cannot hold all 64-bit ids")
         ids = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.long()
         if self.look_ups is not None:
             found, known = self.look_ups.vectors(self, ids, self.training and torch.is_grad_enabled())
@@ -79,11 +85,11 @@ class RawTable(nn.Module):
         return torch.where((rows >= 0)[:, None], nn.functional.embedding(rows.clamp(min=0), self.weight), default)
 
     def ids(self) -> Tensor:
-        """Return the ids that have a row here, in ascending order, int64."""
+        """Return the ids that have a row on this rank, in ascending order, int64."""
         return self.rows.map.ids_of(self.rows.map.rows()).sort().values
 
     def rows_for(self, ids: Tensor, training: bool) -> Tensor:
-        """Return the row of each id on this rank, -1 where there is none; in training, admit and count them."""
+        """Return the row of each id on this rank, or -1. In training, admit new ids first, and count all."""
         rows = self.rows.map.find(ids)
         if not training:
             return rows
@@ -97,14 +103,13 @@ class RawTable(nn.Module):
         return rows
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Return the vectors of rows, shape (rows, width), without a gradient; zeros for -1."""
+        """Return the vectors of rows, shape (rows, width), without a gradient. Row -1 gives zeros."""
         missing = (rows < 0).nonzero()[:, 0]
         found = self.weight.detach().index_select(0, rows.clamp(min=0) if len(missing) else rows)
         return found.index_fill_(0, missing, 0)
 
     def _admit(self, ids: Tensor, counts: Tensor) -> Tensor:
-        """Return rows for new ids, -1 for those that are not admitted yet; `counts` is how often they are in a
-        batch."""
+        """Return a row for each new id, or -1 if it is not admitted yet. `counts` is how often each is in the batch."""
         waited = None
         if self.options.admit_after > 1:
             waited = self.waiting.map.find(ids)
@@ -124,7 +129,7 @@ class RawTable(nn.Module):
         return found
 
     def _wait(self, ids: Tensor, counts: Tensor, waited: Tensor, admitted: Tensor) -> None:
-        """Count the ids that are not admitted, and forget those that are."""
+        """Count the ids that still wait, and remove the admitted ids from those that wait."""
         self.waiting.map.remove(waited[admitted & (waited >= 0)])
         new, old = ~admitted & (waited < 0), ~admitted & (waited >= 0)
         self.waiting.add(ids[new], counts[new], self.batches)
@@ -132,7 +137,7 @@ class RawTable(nn.Module):
 
     @torch.no_grad()
     def put(self, records: Records, weight: Tensor | None = None) -> Tensor:
-        """Add ids that are not there, and return their rows; without a weight, they have their first one."""
+        """Add new ids, and return their rows. Without `weight`, the rows get their initial vectors."""
         rows = self.rows.add(records.ids, records.counts, records.last)
         self.weight.data = grown(self.weight.data, self.rows.map.allocated)
         if weight is None:
@@ -141,7 +146,7 @@ class RawTable(nn.Module):
         return rows
 
     def rows_state(self) -> dict[str, Tensor]:
-        """Return the rows on this rank, in the order of their ids, with all that belongs to them."""
+        """Return the rows on this rank with their ids, counts and batches, in the order of the ids."""
         rows = self.rows.map.rows()
         rows = rows[self.rows.map.ids_of(rows).argsort()]
         waiting = self.waiting.map.rows()
@@ -160,18 +165,18 @@ class RawTable(nn.Module):
         self.weight.data = self.weight.new_zeros(self.rows.map.allocated, self.weight.shape[1])
 
     def add_state(self, state: dict[str, Tensor]) -> Tensor:
-        """Add the rows of a `rows_state`, and return their rows here."""
+        """Add the rows that `rows_state` has returned, and return their row numbers on this rank."""
         ids, weight, counts, last, *waiting, batches = (state[name].to(self.weight.device) for name in _STATE)
         self.batches = self.batches_before = max(self.batches, int(batches))
         self.waiting.add(*waiting)
         return self.put(Records(ids, counts, last), weight)
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """Return what `state_dict` has of the rows: these alone, not the room for others in `weight`."""
+        """Return the part of `state_dict` for the rows: only rows that have an id, not the spare memory in `weight`."""
         return self.rows_state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the rows by the rows in a `state_dict`."""
+        """Replace all rows by the rows of a `state_dict`."""
         self.clear()
         self.add_state(state)
 

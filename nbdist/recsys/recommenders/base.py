@@ -1,4 +1,4 @@
-"""The base class of recommenders: from a log to lists of raw ids."""
+"""The base class of recommenders, which learn from a log and return lists of raw ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from .spaces import Space
 class Recommender(abc.ABC):
     """A model that scores items by the items that a user has taken.
 
-    A subclass learns in `_learn` and scores histories in `_scores`. In ranks, all of them call `fit` with the same log.
+    A subclass implements `_learn`, which learns from a log, and `_scores`, which scores items for histories. In a
+    function that runs on several ranks, all ranks must call `fit` with the same log.
 
     Examples:
         >>> from nbdist.recsys.recommenders import EASE, Recommender
@@ -47,8 +48,8 @@ class Recommender(abc.ABC):
         """Learn from a log.
 
         Args:
-            log: A row for each time that a user has taken an item: a frame of polars or pandas, an Arrow table, a
-                dict of columns, or the name of Parquet files.
+            log: A row for each time that a user took an item, such as a purchase: a frame of polars or pandas, an Arrow
+                table, a dict of columns, or the path of Parquet files.
             user: The column of users' ids: integers, strings or dates, none null.
             item: The column of items' ids.
             time: The column of times, for models that use them.
@@ -81,7 +82,7 @@ class Recommender(abc.ABC):
 
     @property
     def taken(self) -> Ragged:
-        """The items of each user of the log, by place in `items`."""
+        """The items of each user of the log, as indices into `items`."""
         return self._fitted.taken
 
     def recommend(self, users: Any, k: int = 10, *, exclude_taken: bool = True) -> pl.DataFrame:
@@ -93,13 +94,13 @@ class Recommender(abc.ABC):
             exclude_taken: Leave out items that the user has taken.
 
         Returns:
-            A row for each user: `user`, `items` (a list of ids, the best first) and `scores`. A list is shorter than k
-            where fewer items are left.
+            A row for each user: `user`, `items` (a list of ids, the best first) and `scores`. If fewer than k items are
+            left for a user, the list is shorter.
 
         Raises:
             KeyError: A user is not in the log: `recommend_for` takes a history.
         """
-        ids = series_of(users, "user").alias("user")
+        ids = series_of(users, "users").alias("user")
         codes = codes_of(ids, self.users)
         if (codes < 0).any():
             missing = ids.filter(pl.Series(codes < 0))
@@ -114,34 +115,36 @@ class Recommender(abc.ABC):
     def recommend_for(
         self, histories: Sequence[Sequence[Any]] | pl.Series, k: int = 10, *, exclude_taken: bool = True
     ) -> pl.DataFrame:
-        """Find the items with the highest scores for users that the log does not have.
+        """Find the items with the highest scores for users who are not in the log.
 
         Args:
-            histories: For each user, the ids of the items that the user has taken; ids that the log lacks are passed
-                over.
+            histories: For each user, the ids of the items that the user has taken. Ids that are not in the log are
+                ignored.
             k: The number of items for each user.
             exclude_taken: Leave out items of the history.
 
         Returns:
-            As `recommend`, without the column of users.
+            A row for each history, in their order: `items` (a list of ids, the best first) and `scores`.
         """
         taken = lists_of(histories, self.items)
         return self.best(taken, k, taken if exclude_taken else None)
 
     def similar(self, items: Any, k: int = 10) -> pl.DataFrame:
-        """Find the items that go best with an item: what is recommended to who has taken it alone, or, for `IALS`, the
-        items whose vectors have the largest cosines with its vector.
+        """Find the items that are most similar to an item.
+
+        These are the items that the model would recommend to a user who has taken this item and nothing else; for
+        `IALS`, they are the items whose vectors have the largest cosine with the item's vector.
 
         Args:
             items: Ids of items of the log: a list, or a column of polars, pandas or Arrow.
-            k: The number of items for each.
+            k: The number of similar items for each item.
 
         Returns:
-            A row for each item: `item`, `items` (a list of ids, the best first) and `scores`.
+            A row for each item: `item`, `items` (a list of ids, the most similar first) and `scores`.
 
         Raises:
             KeyError: An item is not in the log.
-            ValueError: The model counts each item by itself: `Popularity`.
+            ValueError: The model is `Popularity`, which does not compare items.
 
         Examples:
             >>> from nbdist.recsys.recommenders import ItemKNN
@@ -149,7 +152,7 @@ class Recommender(abc.ABC):
             >>> ItemKNN().fit(log).similar(["a"], 1)["items"].to_list()
             [['b']]
         """
-        ids = series_of(items, "item").alias("item")
+        ids = series_of(items, "items").alias("item")
         codes = self._codes_of_items(ids)
         itself = Ragged(codes, torch.arange(len(codes) + 1))
         found = best_of(self.items, itself, k, itself, self._similarities)
@@ -159,12 +162,12 @@ class Recommender(abc.ABC):
         """Divide an item's score among the items that a user has taken.
 
         Args:
-            history: The ids of the items that the user has taken; ids that the log lacks are passed over.
-            item: The item whose score it is.
+            history: The ids of the items that the user has taken. Ids that are not in the log are ignored.
+            item: The id of the item whose score is divided.
 
         Returns:
             A row for each item of the history: `item` and `contribution`, the largest first. The contributions add up
-            to the score; what does not come from the history is in a row without an item.
+            to the score. The part of the score that does not depend on the history is in a row whose item is null.
 
         Raises:
             KeyError: The item is not in the log.
@@ -176,7 +179,7 @@ class Recommender(abc.ABC):
             ['a', 'c']
         """
         code = self._codes_of_items(pl.Series("item", [item]))
-        taken = lists_of([list(series_of(history, "item"))], self.items)
+        taken = lists_of([list(series_of(history, "history"))], self.items)
         shares, rest = self._contributions(taken.values, int(code[0]))
         ids = self.items.gather(taken.values.numpy()).alias("item")
         found = pl.DataFrame([ids, pl.Series("contribution", shares.numpy(), pl.Float32)])
@@ -186,12 +189,12 @@ class Recommender(abc.ABC):
         return found.sort("contribution", descending=True, maintain_order=True)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Save the model in a folder, as JSON, Parquet and NumPy's arrays. It appears when it is complete.
+        """Save the model in a folder, as JSON, Parquet and NumPy arrays. The folder appears when it is complete.
 
-        In ranks all must call it, and rank 0 writes.
+        In a function that runs on several ranks, all ranks must call it. Rank 0 writes.
 
         Raises:
-            FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+            FileExistsError: The folder exists, and `overwrite` is False or the folder holds no model.
         """
         _ = self._fitted
         with atomic_folder(folder, saving.FILES, overwrite) as scratch:
@@ -205,10 +208,11 @@ class Recommender(abc.ABC):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
-        """Load the model that was saved in a folder. Nothing in it is run: there is no pickle.
+        """Load the model that was saved in a folder. No code in the folder is run, since there is no pickle in it.
 
         Raises:
-            FileNotFoundError, ValueError: It is not there, or is something else; or a model of another class.
+            FileNotFoundError: A file of the model is missing.
+            ValueError: The folder holds no model, or a model of another class.
 
         Examples:
             >>> from nbdist.recsys.recommenders import EASE, Recommender
@@ -240,7 +244,7 @@ class Recommender(abc.ABC):
         return self._log
 
     def best(self, histories: Ragged, k: int, excluded: Ragged | None) -> pl.DataFrame:
-        """Return `items` and `scores` for lists of codes, without the codes of `excluded`."""
+        """Return the best `items` and their `scores` for lists of codes, without the items in `excluded`."""
         return best_of(self.items, histories, k, excluded, self._scores)
 
     def _codes_of_items(self, ids: pl.Series) -> Tensor:
@@ -248,8 +252,8 @@ class Recommender(abc.ABC):
         if (codes < 0).any():
             missing = ids.filter(pl.Series(codes < 0))
             raise KeyError(
-                f"{len(missing)} of {len(ids)} items are not in the log that {type(self).__name__} has learned from, "
-                f"the first is {missing[0]!r}: `items` has those that are"
+                f"{len(missing)} of {len(ids)} items are not in the log that {type(self).__name__} has learned from: "
+                f"the first is {missing[0]!r}. The attribute `items` has the known ones"
             )
         return torch.from_numpy(codes)
 
@@ -259,10 +263,11 @@ class Recommender(abc.ABC):
 
     @abc.abstractmethod
     def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, float | None]:
-        """Return what each item of a history adds to an item's score, shape (taken,); and what else does, or None."""
+        """Return the part of an item's score that comes from each item of a history, shape (taken,), and the rest of
+        the score, or None."""
 
     def unfitted(self) -> Self:
-        """Return a model with the same parameters that has learned nothing."""
+        """Return a model with the same parameters that has not learned from a log."""
         return type(self)(**self.parameters)
 
     @abc.abstractmethod

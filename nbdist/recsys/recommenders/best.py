@@ -1,4 +1,4 @@
-"""The items with the highest scores, a block of lists at a time."""
+"""The search for the items with the highest scores, for a part of the lists at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = 1 << 23
 def best_of(
     items: pl.Series, lists: Ragged, k: int, excluded: Ragged | None, scores_of: Callable[[Ragged], Tensor]
 ) -> pl.DataFrame:
-    """Return for each list `items`, the ids with the highest scores, and `scores`, without the codes of `excluded`."""
+    """Return for each list the ids with the highest scores (`items`), and `scores`, without the items in `excluded`."""
     check_count(k, least=1, name="`k`")
     tables = []
     for rows in blocks(len(lists.lengths), max(1, _BLOCK // len(items))):
@@ -36,7 +36,7 @@ def best_of(
 
 
 def _first(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest scores of each row and their places; of equal scores, the one of the first place."""
+    """Return the k highest scores of each row, and their columns. Of equal scores, the first column is taken."""
     best, places = scores.topk(k)
     # topk chooses among equal scores as it likes. So all that are above the last one, and then the first of its equals.
     tied = (scores == best[:, -1:]).sum(1) > (best == best[:, -1:]).sum(1)

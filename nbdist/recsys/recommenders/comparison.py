@@ -1,4 +1,4 @@
-"""Recommenders under one protocol: as many settings of each, metrics with intervals, and a test against the best."""
+"""A comparison of recommenders: equal numbers of settings, metrics with intervals, a test against the best."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from ...checks import check_choice, check_count, check_flag, check_mapping
+from ...checks import check_choice, check_count, check_flag, check_mapping, shown
 from .. import ranks
 from ..io.frames import Tabular
 from .base import Recommender
@@ -25,9 +25,9 @@ class Candidate:
     """A recommender of any kind, for `benchmark`.
 
     Args:
-        make: Called with a value for each parameter of `space`; returns an object with `fit(log, *, user, item, time)`
-            and `recommend(users, k)`, as `Recommender` has them.
-        space: The values that are tried, by the name of the parameter.
+        make: A function that is called with a value for each parameter of `space`. It returns an object with the
+            methods `fit(log, *, user, item, time)` and `recommend(users, k)` of `Recommender`.
+        space: The values to try, by the name of the parameter.
 
     Examples:
         >>> from nbdist.recsys.recommenders import EASE, Candidate
@@ -67,17 +67,18 @@ class Comparison:
     """
 
     table: pl.DataFrame
-    """A row for each model, the best first: its name; each metric with the bounds of its interval (`low`, `high`);
-    `p_value` and `verdict` of a test against the best; trials, the parameters chosen, and seconds of the last fit."""
+    """A frame with a row for each model, the best first: its name; each metric with the bounds of its interval (`low`,
+    `high`); `p_value` and `verdict` of a test against the best model; the number of trials, the chosen parameters, and
+    the seconds of the last fit."""
     about: dict[str, Any]
-    """Protocol, k, rows of each part, users and items measured, cold users, cold items, seed."""
+    """The protocol, k, the seed, and the numbers of rows of each part, of measured and of cold users and items."""
     parameters: dict[str, dict[str, Any]]
-    """For each model, the parameters chosen."""
+    """The chosen parameters of each model."""
     per_user: dict[str, pl.DataFrame] = field(repr=False)
-    """For each model, the metrics of each user measured."""
+    """The metrics of each measured user, for each model."""
 
     def to_markdown(self) -> str:
-        """Return the table and what was measured, in Markdown."""
+        """Return the table and a description of the measurement, in Markdown."""
         shown = [f"{name}@{self.about['k']}" for name in METRICS[:3]]
         lines = [self._said(), "", f"| model | {' | '.join(shown)} | against the best | tried | chosen |"]
         lines.append("|---|" + "--:|" * len(shown) + "---|--:|---|")
@@ -122,29 +123,31 @@ def benchmark(
 ) -> Comparison:
     """Compare recommenders on a log: each is tuned with the same number of trials, and all items are ranked.
 
-    The rows that choose are then learned from, too, and the last rows are to be found. An item that a user has taken
-    before is not recommended again, and rows that repeat one are not measured. In ranks, all of them call it with the
-    same arguments; `EASE`, `IALS` and `ItemKNN` divide their work.
+    The protocol divides the log into training, validation and test rows. The settings of each model are chosen by the
+    validation rows. Then each model learns from training and validation rows together, and is measured by how well it
+    finds the test rows. An item that a user has taken before is not recommended again, and rows that repeat such an
+    item are not measured. In a function that runs on several ranks, all ranks call it with the same arguments; `EASE`,
+    `IALS` and `ItemKNN` divide their work among the ranks.
 
     Args:
-        models: By name: classes such as `EASE`, recommenders whose parameters are chosen, or `Candidate`s.
-        log: A row for each time that a user has taken an item.
+        models: The models by name: classes such as `EASE`, recommenders whose parameters are fixed, or `Candidate`s.
+        log: A row for each time that a user took an item.
         user: The column of users' ids.
         item: The column of items' ids.
         time: The column of times.
         protocol: `LeaveOneOut()` or `ByTime(valid, test)`. None: `LeaveOneOut()`.
-        trials: Settings that are tried of each model, at most: a model with fewer is tried with each once.
-        metric: What chooses among settings, and who is best: "recall", "ndcg", "mrr" or "hit_rate".
-        k: The number of items for each user.
-        seed: Of the search, the intervals and the tests.
+        trials: The largest number of settings to try for each model. A model with fewer settings is tried with each.
+        metric: The metric by which settings and models are compared: "recall", "ndcg", "mrr" or "hit_rate".
+        k: The number of items to recommend to each user.
+        seed: The seed of the search, the intervals and the tests.
         progress: Print a line after each model.
 
     Returns:
-        The comparison: `table` is a frame; a notebook shows it with intervals.
+        The comparison. Its `table` is a frame; a notebook shows it with the intervals.
 
     Raises:
         ImportError: optuna or SciPy is not installed.
-        TypeError, ValueError: An argument or the log makes no sense.
+        TypeError, ValueError: An argument is out of its range, or the log lacks a column or rows.
 
     Examples:
         >>> import polars as pl
@@ -164,6 +167,8 @@ def benchmark(
     check_count(seed, least=0, name="`seed`")
     check_choice(metric, METRICS, name="`metric`")
     check_flag(progress, name="`progress`")
+    if protocol is not None and (isinstance(protocol, (str, type)) or not hasattr(protocol, "split")):
+        raise TypeError(f"`protocol` must be LeaveOneOut() or ByTime(valid, test), got {shown(protocol)}")
     _require()
     task = Task.of(columns_of(log, user, item, time), user, item, time, protocol or LeaveOneOut(), k)
     found, rows, parameters = {}, [], {}
@@ -195,7 +200,7 @@ def benchmark(
 def _tuned(
     candidate: Candidate, task: Task, trials: int, metric: str, seed: int, name: str
 ) -> tuple[dict[str, Any], int]:
-    """Return the setting that is best on the rows that choose, and how many were tried."""
+    """Return the setting that is best on the validation rows, and the number of settings tried."""
     if not candidate.space:
         return {}, 1
     import optuna

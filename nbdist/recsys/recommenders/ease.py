@@ -20,11 +20,11 @@ from .spaces import Range, Space
 class EASE(Recommender):
     """Embarrassingly shallow autoencoders (Steck, WWW 2019): an item's score is a weighted sum of the items taken.
 
-    The weights solve a ridge regression of each item on all others. Memory: 16 bytes for each pair of items, so some
-    20,000 items in 6.4 GB.
+    The weights solve a ridge regression of each item on all others. Fitting takes 16 bytes of memory for each pair of
+    items: 6.4 GB for 20,000 items.
 
     Args:
-        regularization: Of the regression, above 0.
+        regularization: The strength of the regression's L2 penalty, above 0.
 
     Raises:
         TypeError, ValueError: `regularization` is not a number above 0.

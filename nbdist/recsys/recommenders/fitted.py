@@ -1,4 +1,4 @@
-"""A recommender of a user's own log: answers in frames of the log's kind, for known and for new users."""
+"""The recommender that `fit_recommender` returns. Its answers are frames of the log's kind, also for new users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import polars as pl
 import torch
 from typing_extensions import Self
 
-from ...checks import check_count, check_flag
+from ...checks import check_count, check_flag, shown
 from .. import ranks
 from ..io.folders import atomic_folder
 from ..io.frames import Tabular, series_of
@@ -28,10 +28,10 @@ FILES = (*log_columns.FILES, *saving.FILES)
 
 
 class FittedRecommender:
-    """A model, and the log that it has learned from, as `fit_recommender` returns them.
+    """A model together with the log that it has learned from. `fit_recommender` returns it.
 
-    Its answers are frames of the kind of the log (polars, pandas, or Arrow tables), a row for each user and item. It
-    does not change: `refit` returns another one.
+    Its answers are frames of the same library as the log (polars, pandas, or Arrow tables), with a row for each user
+    and item. It never changes: `refit` returns a new one.
 
     Examples:
         >>> from nbdist.recsys import fit_recommender
@@ -47,7 +47,7 @@ class FittedRecommender:
     model: Recommender
     """The model that has learned from the log."""
     comparison: Comparison | None
-    """The comparison that chose the model. None: the model was given, or loaded."""
+    """The comparison by which the model was chosen. None: the model was given, or loaded from a folder."""
 
     def __init__(
         self, model: Recommender, rows: pl.DataFrame, columns: LogColumns, comparison: Comparison | None = None
@@ -63,21 +63,23 @@ class FittedRecommender:
     ) -> Any:
         """Find the items with the highest scores for users.
 
-        A user whose items the model does not know gets what most users have taken: the column `by` says so.
+        A user without known items gets the items that most users have taken. The column `by` of the answer then names
+        `Popularity` as the model.
 
         Args:
-            users: Ids, of the log or new: a list, or a column. None: the users of `history`.
+            users: The ids of users, in the log or new: a list, or a column. None: the users of `history`.
             k: The number of items for each user.
-            history: Rows that the log does not have, with the columns of users and items: they count, too.
-            exclude_seen: Leave out the items of all rows of the user, in the log and in `history`, liked or not.
+            history: Further rows, which are not in the log, with the columns of users and items. The model uses them
+                like rows of the log.
+            exclude_seen: Leave out all items that the user has in the log or in `history`, liked or not.
 
         Returns:
-            A row for each user and item, best first: both ids by their names in the log, `rank` from 1, `score`, and
-            `by`, the model. Fewer than k rows for a user where fewer items are left.
+            A row for each user and item, best first: both ids, in columns named as in the log, `rank` from 1, `score`,
+            and `by`, the name of the model. If fewer than k items are left for a user, there are fewer rows.
 
         Raises:
-            TypeError: Ids are of another type than the log's.
-            ValueError: There are neither users nor a history, `k` is less than 1, or a column of `history` is missing.
+            TypeError: The type of the ids is not the type in the log.
+            ValueError: Neither users nor a history are given, `k` is less than 1, or `history` lacks a column.
         """
         check_count(k, least=1, name="`k`")
         check_flag(exclude_seen, name="`exclude_seen`")
@@ -85,9 +87,11 @@ class FittedRecommender:
         rows = None if history is None else self._columns.read_history(history)
         if users is None:
             if rows is None:
-                raise ValueError("`users` or `history` must be given, got neither: `known_users` has those of the log")
+                raise ValueError(
+                    "`users` or `history` must be given, got neither: `known_users` are the users of the log"
+                )
             users = rows[user].unique(maintain_order=True)
-        asked = series_of(users, user).alias(user)
+        asked = series_of(users, "users").alias(user)
         found = self._found(asked, k, rows, exclude_seen)
         flat = found.insert_column(0, asked).with_row_index("row").explode("items", "scores").drop_nulls("items")
         flat = flat.with_columns(rank=pl.int_range(1, pl.len() + 1).over("row"))
@@ -104,14 +108,15 @@ class FittedRecommender:
         return self.model.items
 
     def similar(self, items: Any, k: int = 10) -> Any:
-        """Find the items that go best with an item; `Recommender.similar` says what that is.
+        """Find the items that are most similar to each of some items, as `Recommender.similar` defines it.
 
         Args:
-            items: Ids of items of the log: a list, or a column.
-            k: The number of items for each.
+            items: The ids of items of the log: a list, or a column.
+            k: The number of similar items for each item.
 
         Returns:
-            A row for each pair, best first: the item by its name in the log, `similar`, `rank` from 1, and `score`.
+            A row for each pair, the most similar first: the item, in a column named as in the log, `similar`, `rank`
+            from 1, and `score`.
 
         Raises:
             KeyError: An item is not in the log.
@@ -131,36 +136,40 @@ class FittedRecommender:
             history: As for `recommend`.
 
         Returns:
-            A row for each item that the user has taken, largest first: the item, and `contribution`. They add up to
-            the score. What does not come from the history, as with `Popularity`, and for users without one, is in a
-            row without an item.
+            A row for each item that the user has taken, largest contribution first: the item, and `contribution`. The
+            contributions add up to the score. The part of the score that does not depend on the user's items is in a
+            row whose item is null; for `Popularity`, and for users without items, it is the only row.
 
         Raises:
             KeyError: The item is not in the log.
+            TypeError: `user` is a list, or of another type than the ids of the log.
         """
         rows = None if history is None else self._columns.read_history(history)
-        (codes,) = [self._taken(pl.Series(self._columns.user, [user]), rows)]
+        asked = pl.Series(self._columns.user, [user])
+        if asked.dtype.is_nested():
+            raise TypeError(f"`user` must be the id of one user, got {shown(user)}")
+        codes = self._taken(asked, rows)
         model = self.model if len(codes.values) else self._popular
         found = model.explain(self.model.items.gather(codes.values.numpy()), item)
         return self._columns.like(found.rename({"item": self._columns.item}))
 
     def evaluate(self, log: Tabular, k: int = 10) -> Any:
-        """Measure how well the recommender finds what was taken after the log ended.
+        """Measure how well the recommender predicts the items that users took after the log ended.
 
-        All items of the log are ranked, without those that the user has seen. Rows that repeat a pair of the log are
-        left out, and so are those that are not liked.
+        For each user, all items of the log are ranked that the user has not seen. Rows with a pair of user and item
+        that is in the log are left out, and rows whose rating is too low.
 
         Args:
             log: Later rows, with the columns of the log.
             k: The number of items for each user.
 
         Returns:
-            A row each for all users, for the users of the log, and for new ones: `users` says which, and `count` how
-            many; means over users of recall, NDCG, MRR and hit rate at k, null without users; `unknown_items`, the
-            number of rows of items that the log does not have, which count as missed.
+            Three rows: for all users, for users in the log, and for new users (`users` is "all", "known" or "new").
+            `count` is the number of users; recall, NDCG, MRR and hit rate at k are means over users, null without
+            users; `unknown_items` is the number of rows whose item is not in the log, which count as missed.
 
         Raises:
-            ValueError: A column is missing, or nothing is to be found.
+            ValueError: A column is missing, or no row is left to be predicted.
         """
         check_count(k, least=1, name="`k`")
         user, item = self._columns.user, self._columns.item
@@ -172,29 +181,29 @@ class FittedRecommender:
         return self._columns.like(hidden.table(lists, self._users, self.model.items))
 
     def refit(self, more: Tabular) -> FittedRecommender:
-        """Learn from the log and rows that came after it, with the same settings.
+        """Learn from the log and from later rows together, with the same settings.
 
         Args:
-            more: Rows with the columns of the log.
+            more: The later rows, with the columns of the log.
 
         Returns:
-            Another recommender.
+            A new recommender. This one stays as it is.
 
         Raises:
-            TypeError: A column is of another type than in the log.
+            TypeError: The type of a column is not its type in the log.
             ValueError: A column is missing, or an id is null.
         """
-        rows = self._together(self._columns.read(more))
+        rows = self._together(self._columns.read(more, "more"))
         liked = Interactions.of(self._columns.liked(rows), self._columns.user, self._columns.item, self._columns.time)
         return FittedRecommender(self.model.unfitted().fit_to(liked), rows, self._columns, self.comparison)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Save model and log in a folder, as JSON, Parquet and NumPy's arrays. It appears when it is complete.
+        """Save model and log in a folder, as JSON, Parquet and NumPy arrays. The folder appears when it is complete.
 
-        In ranks all must call it, and rank 0 writes.
+        In a function that runs on several ranks, all ranks must call it. Rank 0 writes.
 
         Raises:
-            FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+            FileExistsError: The folder exists, and `overwrite` is False or the folder holds no recommender.
         """
         with atomic_folder(folder, FILES, overwrite) as scratch:
             if ranks.rank() == 0:
@@ -203,10 +212,12 @@ class FittedRecommender:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Self:
-        """Load the recommender that was saved in a folder. Nothing in it is run: there is no pickle.
+        """Load the recommender that was saved in a folder. No code in the folder is run, since there is no pickle in
+        it.
 
         Raises:
-            FileNotFoundError, ValueError: It is not there, or is something else.
+            FileNotFoundError: A file of the recommender is missing.
+            ValueError: The folder holds no recommender.
         """
         path = Path(folder).expanduser()
         columns, rows = LogColumns.load(path)
@@ -225,7 +236,7 @@ class FittedRecommender:
         return text if self.comparison is None else f"{text}\n\n{self.comparison.to_markdown()}"
 
     def _found(self, asked: pl.Series, k: int, rows: pl.DataFrame | None, exclude_seen: bool) -> pl.DataFrame:
-        """Return for each user `items`, `scores`, and `by`."""
+        """Return for each user the best `items`, their `scores`, and the name of the model, `by`."""
         taken = self._taken(asked, rows)
         seen = None
         if exclude_seen:
@@ -251,7 +262,7 @@ class FittedRecommender:
         return taken if rows is None else together(taken, self._lists(self._columns.liked(rows), asked))
 
     def _lists(self, rows: pl.DataFrame, users: pl.Series) -> Ragged:
-        """Return the codes of the items of rows, by place in `users`."""
+        """Return the codes of the items in some rows, a list for each of `users`."""
         pairs = rows.select(user=self._columns.user, item=self._columns.item)
         items = codes_of(pairs["item"], self.model.items)
         distinct = users.unique(maintain_order=True)  # who is asked for twice has one list

@@ -1,4 +1,4 @@
-"""From a log to a recommender: the model that finds hidden rows of the log best, and has then learned from all rows."""
+"""`fit_recommender`: choose the model that finds hidden rows of the log best, and let it learn from all rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .popularity import Popularity
 from .protocols import SplitProtocol
 
 _EASE_ITEMS = 15_000
-"""Items from which on EASE takes minutes and gigabytes, and is not tried unless it is asked for."""
+"""The number of items above which EASE takes minutes and gigabytes, and is tried only if it is named."""
 _USERS = 20_000
-"""Users whose rows choose the model, at most."""
+"""The largest number of users whose rows are used to choose the model."""
 _ORDER = "order of the log (nbdist)"
 
 
@@ -45,35 +45,36 @@ def fit_recommender(
     seed: int = 0,
     progress: bool = True,
 ) -> FittedRecommender:
-    """Make a recommender of a log: models are compared on it by `benchmark`, and the best learns from all rows.
+    """Make a recommender from a log: compare models on the log by `benchmark`, and let the best learn from all rows.
 
-    The comparison is of at most 20,000 users, who are drawn. In ranks, all of them call it with the same arguments.
+    The comparison uses the rows of at most 20,000 users, who are drawn at random. In a function that runs on several
+    ranks, all ranks call it with the same arguments.
 
     Args:
-        log: A row for each time that a user has taken an item: a frame of polars or pandas, an Arrow table, a dict of
-            columns, or the name of Parquet files.
+        log: A row for each time that a user took an item, such as a purchase: a frame of polars or pandas, an Arrow
+            table, a dict of columns, or the path of Parquet files.
         user: The column of users' ids: integers, strings or dates, none null.
         item: The column of items' ids.
-        time: The column of times. None: rows are in the order of time.
-        rating: The column of ratings. Items that a user has rated low, or not, are not learned from, nor recommended
-            to this user. None: all rows are liked.
-        min_rating: The lowest rating of what is liked. None: the median of the ratings.
-        models: What is compared, as for `benchmark`: classes and recommenders of this package, by name. A recommender
-            whose parameters are chosen: it is taken without a comparison. None: `EASE` (up to 15,000 items), `IALS`,
-            `ItemKNN` and `Popularity`.
+        time: The column of times. None: the rows are already in the order of time.
+        rating: The column of ratings. The model does not learn from rows with a rating below `min_rating`, or without
+            one, and their items are not recommended to the same user. None: the model learns from all rows.
+        min_rating: The lowest rating of an item that the user likes. None: the median of the ratings.
+        models: The models to compare, by name, as for `benchmark`: classes and recommenders of this package. A single
+            recommender instead is used without a comparison. None: `EASE` (up to 15,000 items), `IALS`, `ItemKNN` and
+            `Popularity`.
         protocol: `LeaveOneOut()` or `ByTime(valid, test)`. None: `LeaveOneOut()`.
-        trials: Settings that are tried of each model, at most.
-        metric: What is compared: "recall", "ndcg", "mrr" or "hit_rate".
-        k: The number of items for each user, in the comparison.
-        seed: Of the search, the intervals, the tests, and the draw of users.
+        trials: The largest number of settings to try for each model.
+        metric: The metric by which models are compared: "recall", "ndcg", "mrr" or "hit_rate".
+        k: The number of items for each user in the comparison.
+        seed: The seed of the search, the intervals, the tests, and the draw of users.
         progress: Print which model is best, and by how much.
 
     Returns:
         The recommender. A cell that ends with it shows the comparison.
 
     Raises:
-        ImportError: optuna or SciPy is not installed, and models are compared.
-        TypeError, ValueError: An argument or the log makes no sense.
+        ImportError: Models are to be compared, but optuna or SciPy is not installed.
+        TypeError, ValueError: An argument is out of its range, or the log lacks a column or rows.
 
     Examples:
         >>> import polars as pl
@@ -124,24 +125,32 @@ def _columns(
 
 
 def _with_least(columns: LogColumns, rows: pl.DataFrame) -> LogColumns:
-    """Return the columns with the lowest rating of what is liked."""
-    if columns.rating is None:
+    """Return the columns, with the lowest rating of an item that the user likes."""
+    if columns.rating is None or not len(rows):
         return columns
     ratings = rows[columns.rating]
     if not ratings.dtype.is_numeric():
         raise TypeError(f"column {columns.rating!r} must be of numbers, got {ratings.dtype}")
-    if columns.min_rating is not None:
-        return columns
     known = ratings.fill_nan(None).drop_nulls() if ratings.dtype.is_float() else ratings.drop_nulls()
     if not len(known):
         raise ValueError(f"column {columns.rating!r} must have ratings, got none in {len(rows)} rows")
-    return columns.with_least(float(known.median()))  # type: ignore[arg-type]
+    if columns.min_rating is None:
+        return columns.with_least(float(known.median()))  # type: ignore[arg-type]
+    largest = float(known.max())  # type: ignore[arg-type]
+    if columns.min_rating > largest:
+        raise ValueError(f"`min_rating` must be at most the largest rating, {largest:g}, got {columns.min_rating}")
+    return columns
 
 
 def _candidates(models: Mapping[str, Any] | None, items: int) -> dict[str, Candidate]:
     if models is None:
         models = {"iALS": IALS, "neighbors": ItemKNN, "popularity": Popularity}
         models = {"EASE": EASE, **models} if items <= _EASE_ITEMS else models
+    if not isinstance(models, Mapping):
+        raise TypeError(
+            "models must be a recommender, such as EASE(100.0), or a mapping from names to recommenders, such as "
+            f"{{'EASE': EASE}}, got {shown(models)}"
+        )
     check_mapping(models, name="models", of="names to recommenders")
     for name, model in models.items():
         kind = model if isinstance(model, type) else type(model)
@@ -184,7 +193,7 @@ def _compared(
 
 
 def _said(comparison: Comparison, columns: LogColumns, liked: int, rows: int, metric: str, k: int) -> str:
-    """Say which model is best, and by how much."""
+    """Describe which model is best, and by how much."""
     name = f"{metric}@{k}"
     first, *others = comparison.table.iter_rows(named=True)
     given = f" ({first['parameters']})" if first["parameters"] else ""
@@ -196,6 +205,6 @@ def _said(comparison: Comparison, columns: LogColumns, liked: int, rows: int, me
     of = "" if columns.rating is None else f" of {rows:,} ({columns.rating} ≥ {columns.min_rating:g})"
     users = comparison.about["users"]
     return (
-        f"{first['model']}{given} is taken: {name} {first[name]:.4f} of hidden rows of {users:,} users"
+        f"{first['model']}{given} is chosen: {name} {first[name]:.4f} on hidden rows of {users:,} users"
         f"{''.join(f', {one}' for one in compared)}. It has learned from {liked:,} rows{of}."
     )

@@ -14,16 +14,16 @@ from .best import blocks
 from .interactions import part_of, sums_of, transposed
 
 _BLOCK = 1 << 25
-"""Numbers of a dense block that are in memory at a time."""
+"""The largest number of elements of a dense matrix that is in memory."""
 
 
 def columns_of_gram(taken: Ragged, items: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Numbers of some items, and for each of them and all items the number of users who took both.
+    """Yield the number of users who took both of two items, for some items at a time with all items.
 
-    Each rank counts for users of its own. All ranks have to go on to the end.
+    Each rank counts a part of the users. All ranks must iterate to the end.
 
     Yields:
-        Places of items, and counts, float32, shape (items, places).
+        The codes of some items, and the counts, float32, shape (all items, these items).
     """
     users = torch.arange(len(taken.lengths))
     mine = part_of(taken, users[ranks.rank() :: ranks.world_size()])

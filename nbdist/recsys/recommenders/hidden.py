@@ -1,4 +1,4 @@
-"""Rows of a log that are hidden, and how well a model finds them."""
+"""The measurement of how well a model finds rows of a log that it has not learned from."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ class Fits(Protocol):
         ...
 
     def recommend(self, users: pl.Series, k: int) -> pl.DataFrame:
-        """Return a row for each user, in order, with the column `items`: ids, the best first, none taken before."""
+        """Return a row for each user, in the order of `users`, with the column `items`: ids of items that the user has
+        not taken before, the best first."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """Items that users have taken after a log ended, prepared once for all models."""
+    """The items that users took after a log ended, prepared once for all models."""
 
     users: pl.Series
-    """The users to be asked for, in the order of their ids."""
+    """The users who are measured, in the order of their ids."""
     ids: pl.Series
-    """The ids of all items that were taken before or are to be found."""
+    """The ids of all items, taken before or to be found."""
     wanted: Ragged
-    """The items that each user has taken, by place in `ids`."""
+    """The items to be found of each user, as indices into `ids`."""
     k: int
 
     @classmethod
     def of(cls, items: pl.Series, hidden: pl.DataFrame, user: str, item: str, k: int) -> Hidden:
-        """Prepare rows of users and items; `items` are those that were taken before."""
+        """Prepare rows of users and items. `items` are the ids of the items that were taken before."""
         users = hidden[user].unique().sort()
         ids = pl.concat([items, hidden[item]]).unique().sort()
         wanted = ragged_of(codes_of(hidden[user], users), codes_of(hidden[item], ids), len(users))
         return cls(users, ids, wanted, k)
 
     def metrics(self, lists: pl.Series) -> dict[str, Tensor]:
-        """Return the metrics of each user, whose lists of ids these are, the best first."""
+        """Return the metrics of each user. `lists` are the recommended ids for each user, the best first."""
         if len(lists) != len(self.users):
             raise ValueError(f"recommend must return a row for each of {len(self.users)} users, got {len(lists)}")
         flat = pl.DataFrame({"id": lists}).with_row_index("row").explode("id").drop_nulls("id")
@@ -62,8 +63,8 @@ class Hidden:
         return per_user(ranked, self.wanted)[0]
 
     def table(self, lists: pl.Series, users: pl.Series, items: pl.Series) -> pl.DataFrame:
-        """Return the means of the metrics of lists of ids, for all users, for those among `users`, and for the others;
-        and how many of the items to be found are not among `items`."""
+        """Return the means of the metrics of recommended lists, for all users, for the users in `users`, and for the
+        other users; and how many of the items to be found are not in `items`."""
         values = self.metrics(lists)
         unknown = torch.from_numpy(codes_of(self.ids, items) < 0)[self.wanted.values]
         counts = rows_of_values(self.wanted)[unknown].bincount(minlength=len(self.users))
@@ -86,10 +87,10 @@ class Hidden:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A log that has been divided, and how models are measured on it."""
+    """A log that is divided into training, validation and test rows, with the measurement of models on it."""
 
     train: Interactions
-    """The training rows, numbered once for all settings of the recommenders of this package."""
+    """The training rows with their users and items numbered, once for all settings of recommenders."""
     train_rows: pl.DataFrame
     known_rows: pl.DataFrame
     """Training and validation rows."""
@@ -100,7 +101,7 @@ class Task:
 
     @classmethod
     def of(cls, log: pl.DataFrame, user: str, item: str, time: str, protocol: SplitProtocol, k: int) -> Task:
-        """Divide a log."""
+        """Divide a log by a protocol."""
         for name in (user, item):
             check_no_nulls(log[name])
         train, valid, test = protocol.split(log, user, time)
@@ -110,11 +111,12 @@ class Task:
             part.join(before, on=user, how="semi", maintain_order="left")
             for part, before in zip(new, (train, known), strict=True)
         )
-        for what, part in (("learn from", train), ("choose among settings by", chooses), ("be found", found)):
+        for what, part in (("training", train), ("validation", chooses), ("the test", found)):
             if not len(part):
                 raise ValueError(
-                    f"`log` must have rows to {what}, got none in {len(log):,} rows under {protocol!r}: users who are "
-                    f"known, and take what they did not take before"
+                    f"`log` must have rows for {what}, got none of {len(log):,} rows with {protocol!r}: they must be "
+                    "of "
+                    f"users with earlier rows, and of items that these users have not taken before"
                 )
         about = {
             "protocol": repr(protocol),

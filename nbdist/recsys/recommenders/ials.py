@@ -20,23 +20,24 @@ from .spaces import Range, Space
 
 
 class IALS(Recommender):
-    """Matrix factorization of what was taken and what was not (Hu et al. 2008), set up as in Rendle et al. 2022.
+    """Matrix factorization of implicit feedback (Hu et al. 2008), with the settings of Rendle et al. 2022.
 
-    Minimizes the sum of (1 - score)² over pairs that were taken, of `unobserved_weight` · score² over all pairs, and of
-    the vectors' squared lengths, each scaled by how often its row counts (arXiv:2110.14037). In ranks, each
-    solves for a part of the users and items.
+    Each user and each item has a vector; a score is the product of two vectors. Fitting minimizes the sum of
+    (1 - score)² over the pairs that were taken, of `unobserved_weight` · score² over all pairs, and of the vectors'
+    squared lengths, each scaled by the weight of its row (arXiv:2110.14037). In a function that runs on several ranks,
+    each rank solves for a part of the users and items.
 
     Args:
-        dim: Numbers in a vector.
-        regularization: Of the vectors, above 0.
-        unobserved_weight: The weight of pairs that were not taken, above 0.
-        iterations: Times that users and items are solved for.
-        seed: Of the first vectors.
-        solver_steps: Steps of conjugate gradients in which a vector comes closer to the best one in an iteration, as
-            in Takács et al. (RecSys 2011). None: each is the best one, by Cholesky's method, which takes longer.
+        dim: The number of elements of a vector.
+        regularization: The weight of the squared lengths of the vectors, above 0.
+        unobserved_weight: The weight of score² of all pairs, above 0.
+        iterations: The number of times that the vectors of users and items are solved for.
+        seed: The seed of the initial vectors.
+        solver_steps: The number of steps of conjugate gradients for a vector in an iteration, as in Takács et al.
+            (RecSys 2011). None: each vector is solved for exactly, by Cholesky decomposition, which takes longer.
 
     Raises:
-        TypeError, ValueError: An argument is no such number.
+        TypeError, ValueError: An argument is no number, or out of its range.
 
     Examples:
         >>> from nbdist.recsys.recommenders import IALS
@@ -81,12 +82,12 @@ class IALS(Recommender):
             self._vectors = self._solved(of_items, users, self._vectors)
 
     def _mine(self, lists: Ragged, vectors: int) -> list[Block]:
-        """Return the lists of this rank. Every rank gets lists of all lengths."""
+        """Return the lists that this rank solves for. Each rank gets lists of all lengths."""
         rows = lists.lengths.argsort(descending=True, stable=True)[ranks.rank() :: ranks.world_size()]
         return list(blocks_of(lists, rows, vectors, self.dim))
 
     def _solved(self, mine: list[Block], vectors: Tensor, start: Tensor) -> Tensor:
-        """Return a vector for each list, of all ranks."""
+        """Return a vector for each list, gathered from all ranks."""
         found = torch.zeros_like(start)
         for block in mine:
             found[block.rows] = start[block.rows]

@@ -1,4 +1,4 @@
-"""A log as codes: which users took which items, and when."""
+"""A log whose users and items are replaced by codes: which users took which items, and when."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class Interactions:
     """A log whose users and items are numbered in the order of their ids."""
 
     users: pl.Series
-    """Raw ids; a user's code is the place."""
+    """The raw ids of the users. A user's code is the index of the id."""
     items: pl.Series
-    """Raw ids; an item's code is the place."""
+    """The raw ids of the items. An item's code is the index of the id."""
     taken: Ragged
-    """The items of each user, by code, each once, in rising order."""
+    """The distinct codes of the items of each user, in ascending order."""
     item_of_row: Tensor | None
-    """Code of each row of the log, int64, shape (rows,). None: in a model that was loaded."""
+    """The code of the item of each row of the log, int64, shape (rows,). None in a model that was loaded."""
     time_of_row: Tensor | None
-    """Time of each row, float64, shape (rows,), in units of the time column, NaN where unknown. None: no times."""
+    """The time of each row, float64, shape (rows,), in units of the time column, NaN if it is null. None: the log has
+    no times."""
 
     @classmethod
     def of(cls, log: Tabular, user: str, item: str, time: str | None) -> Interactions:
@@ -67,23 +68,23 @@ def check_no_nulls(ids: pl.Series) -> None:
         )
 
 
-def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = ()) -> pl.DataFrame:
-    """Read some columns of a log, a frame or the name of Parquet files, and the optional ones that are there.
+def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: str = "log") -> pl.DataFrame:
+    """Read some columns of a log, a frame or the path of Parquet files, and the optional columns that it has.
 
-    Raises `ValueError` for a column that is not there.
+    Raises `ValueError` for a column that is missing; `name` is the name of the log in errors.
     """
     try:
         rows = (
-            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, "log").lazy()
+            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, name).lazy()
         )
         there = rows.collect_schema()
     except (pl.exceptions.ComputeError, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise ValueError(f"log must be in Parquet files, got {str(log)!r}: {error}") from error
-    for name in columns:
-        if name not in there:
-            raise ValueError(f"log must have a column {name!r}, got {', '.join(map(repr, there))}")
+        raise ValueError(f"{name} must be in Parquet files, got {str(log)!r}: {error}") from error
+    for column in columns:
+        if column not in there:
+            raise ValueError(f"{name} must have a column {column!r}, got {', '.join(map(repr, there))}")
     words = pl.selectors.by_dtype(pl.Categorical, pl.Enum)  # which are ids as strings are
     return (
         rows.select(list(dict.fromkeys([*columns, *(one for one in optional if one in there)])))
@@ -93,7 +94,7 @@ def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = ()) -> pl.
 
 
 def lists_of(histories: Sequence[Sequence[Any]] | pl.Series, items: pl.Series) -> Ragged:
-    """Return lists of raw ids as lists of codes, each once, in rising order; ids that are not known are left out."""
+    """Replace lists of raw ids by lists of their codes, distinct and in ascending order. Unknown ids are left out."""
     places = places_of(histories, items)
     rows = rows_of_values(places)
     known = places.values >= 0
@@ -101,7 +102,7 @@ def lists_of(histories: Sequence[Sequence[Any]] | pl.Series, items: pl.Series) -
 
 
 def ragged_of(rows: Any, codes: Any, count: int) -> Ragged:
-    """Return the codes of each of `count` rows, each once, in rising order."""
+    """Return the distinct codes of each of `count` rows, in ascending order."""
     pairs = pl.DataFrame({"row": rows, "code": codes}).unique().sort("row", "code")
     lengths = np.bincount(pairs["row"].to_numpy(), minlength=count)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -109,7 +110,7 @@ def ragged_of(rows: Any, codes: Any, count: int) -> Ragged:
 
 
 def part_of(lists: Ragged, rows: Tensor) -> Ragged:
-    """Return the lists of some rows, in their order; for row -1 an empty list."""
+    """Return the lists of some rows, in the order of `rows`. Row -1 gives an empty list."""
     lengths = (lists.offsets[rows + 1] - lists.offsets[rows]) * (rows >= 0)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
@@ -117,25 +118,25 @@ def part_of(lists: Ragged, rows: Tensor) -> Ragged:
 
 
 def rows_of_values(lists: Ragged) -> Tensor:
-    """Return for each value the number of its list."""
+    """Return the number of the list of each value."""
     return torch.arange(len(lists.lengths)).repeat_interleave(lists.lengths)
 
 
 def together(first: Ragged, second: Ragged) -> Ragged:
-    """Return for each row the codes of both lists, each once, in rising order."""
+    """Return for each row the distinct codes of both lists, in ascending order."""
     rows = torch.cat([rows_of_values(first), rows_of_values(second)])
     return ragged_of(rows.numpy(), torch.cat([first.values, second.values]).numpy(), len(first.lengths))
 
 
 def sums_of(lists: Ragged, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each list the sum of the rows of a table that are in it, each times its weight."""
+    """Return for each list the weighted sum of the rows of a table whose numbers are in the list."""
     return embedding_bag(
         lists.values, rows, lists.offsets, mode="sum", include_last_offset=True, per_sample_weights=weights
     )
 
 
 def transposed(lists: Ragged, width: int) -> Ragged:
-    """Return for each item the rows that have it, in rising order."""
+    """Return for each item the rows whose list has the item, in ascending order."""
     rows = rows_of_values(lists)
     order = lists.values.argsort(stable=True)
     counts = lists.values.bincount(minlength=width)

@@ -1,4 +1,4 @@
-"""Means of models over users, their intervals, and a test against the best."""
+"""The mean metrics of models over users, their confidence intervals, and a test against the best model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 METRICS = ("recall", "ndcg", "mrr", "hit_rate")
 LEVEL = 0.05
-"""A model is level with the best from this p-value on."""
+"""The p-value from which on a model counts as level with the best."""
 #: Number of samples of users for an interval, and of signs for a test.
 _RESAMPLES = 2000
 
@@ -34,7 +34,7 @@ def table_of(
 
 
 def _interval(values: Any, seed: int) -> tuple[float, float]:
-    """Return the bounds of the 95 % interval of a mean, by resampling users."""
+    """Return the bounds of the 95 % confidence interval of a mean, by resampling users (bootstrap)."""
     from scipy.stats import bootstrap
 
     if len(values) < 2 or (values == values[0]).all():
@@ -46,7 +46,7 @@ def _interval(values: Any, seed: int) -> tuple[float, float]:
 
 
 def _p_value(differences: Any, seed: int) -> float:
-    """Return how likely a mean difference as large is by chance, by drawing the signs of users' differences."""
+    """Return the p-value of a mean difference: a permutation test that draws the signs of the users' differences."""
     from scipy.stats import permutation_test
 
     if not differences.any():

@@ -1,4 +1,4 @@
-"""The vectors that fit lists of items best: regularized least squares over what is in a list and what is not."""
+"""The vectors that fit lists of items best, by regularized least squares over the items in a list and all others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from ..loader.columns import Ragged
 
 _BLOCK = 1 << 19
-"""Numbers that are gathered at a time: as many as stay in a core's cache."""
+"""The largest number of elements to gather at a time. They stay in a core's cache."""
 _SMALL = 1 << 17
-"""Numbers of a block for which the zeros in it do not matter, but the calls for it do."""
+"""The number of elements of a block below which its function calls cost more than its padding."""
 _TINY = 1e-30
 
 
 class Block(NamedTuple):
-    """Lists of about the same length."""
+    """Lists of about the same length, padded to the longest."""
 
     rows: Tensor
-    """Numbers of the lists."""
+    """The numbers of the lists."""
     padded: Tensor
-    """Places of vectors, shape (lists, longest); the number of vectors where a list is shorter."""
+    """The indices of vectors, shape (lists, longest). Shorter lists are padded with the number of vectors."""
     lengths: Tensor
 
 
 def blocks_of(lists: Ragged, rows: Tensor, vectors: int, dim: int) -> Iterator[Block]:
-    """Divide some lists of places of vectors into blocks."""
+    """Divide some lists of indices of vectors into blocks."""
     values = torch.cat([lists.values, lists.values.new_tensor([vectors])])  # no list is without a value
     order = rows[lists.lengths[rows].argsort(descending=True, stable=True)]
     lengths, starts = lists.lengths[order], lists.offsets[order]
@@ -48,17 +48,19 @@ def blocks_of(lists: Ragged, rows: Tensor, vectors: int, dim: int) -> Iterator[B
 
 @dataclass(frozen=True)
 class LeastSquares:
-    """For each list the minimum over x of the sum of (1 - x·v)² over its vectors v, of `unobserved_weight` ·
-    (x·v)² over all vectors, and of `regularization` · n · |x|², with n the weights of both sums together.
+    """The least-squares problem of each list, whose solution x is the vector of the list.
+
+    x minimizes the sum of (1 - x·v)² over the vectors v of the list, plus `unobserved_weight` times the sum of (x·v)²
+    over all vectors, plus `regularization` · n · |x|², where n is the total weight of both sums.
     """
 
     regularization: float
     unobserved_weight: float
 
     def solve(self, blocks: Iterable[Block], vectors: Tensor, found: Tensor, steps: int | None) -> None:
-        """Write the best vectors of lists into rows of `found`, shape (lists, dim).
+        """Write the solution for each list into its row of `found`, shape (lists, dim).
 
-        With `steps`, they come closer to the best ones, from what is there, by as many steps of conjugate gradients.
+        With `steps`, the vectors in `found` are improved by this number of steps of conjugate gradients instead.
         """
         everyone = self._everyone(vectors)
         for block, gathered, ridge in self._gathered(blocks, vectors):
@@ -68,8 +70,8 @@ class LeastSquares:
                 found[block.rows] = _descended(gathered, everyone, ridge, found[block.rows], steps)
 
     def applied(self, blocks: Iterable[Block], vectors: Tensor, target: Tensor, found: Tensor) -> None:
-        """Write for each list the inverse of its system times a vector, by which its own sum of vectors is multiplied
-        in the score of this vector."""
+        """Write for each list the inverse of its matrix times a vector. The product with the list's sum of vectors is
+        the score of this vector."""
         for block, gathered, ridge in self._gathered(blocks, vectors):
             wanted = target.expand(len(gathered), -1)
             found[block.rows] = _exactly(gathered, self._everyone(vectors), ridge, wanted)
@@ -94,7 +96,7 @@ def _exactly(gathered: Tensor, everyone: Tensor, ridge: Tensor, wanted: Tensor) 
 
 
 def _descended(gathered: Tensor, everyone: Tensor, ridge: Tensor, x: Tensor, steps: int) -> Tensor:
-    """Return x after some steps of conjugate gradients (Takács et al., RecSys 2011); no system is written down."""
+    """Return x after some steps of conjugate gradients, which build no matrix (Takács et al., RecSys 2011)."""
     across = gathered.mT
     own = torch.bmm(torch.bmm(x[:, None], across).neg_().add_(1), gathered)[:, 0]
     residual = own.addmm_(x, everyone, alpha=-1).addcmul_(ridge, x, value=-1)

@@ -1,4 +1,4 @@
-"""The columns of a log by their meaning, and the rows of it that are learned from."""
+"""The names of a log's columns, and the rows of the log that a model learns from."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ _FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
 
 @dataclass(frozen=True)
 class LogColumns:
-    """The columns of a log by their meaning, and the rows that are learned from."""
+    """The names of a log's columns, and the rule for the rows that a model learns from."""
 
     user: str
     item: str
     time: str | None = None
     rating: str | None = None
     min_rating: float | None = None
-    """Rows with a lower rating, or none, are not learned from. None: all are."""
+    """The lowest rating of rows that the model learns from; rows without a rating are left out. None: it learns from
+    all rows."""
     kind: str = "polars"
-    """The kind of the log, and of the answers: "polars", "pandas" or "pyarrow"."""
+    """The library of the log's frame, and of the answers: "polars", "pandas" or "pyarrow"."""
 
     def columns(self) -> list[str]:
         """The columns that are used."""
         return [name for name in (self.user, self.item, self.time, self.rating) if name is not None]
 
-    def read(self, log: Tabular) -> pl.DataFrame:
-        """Read the columns that are used. Raises `ValueError` if one is missing, and for an id that is null."""
-        return self._checked(columns_of(log, *self.columns()))
+    def read(self, log: Tabular, name: str = "log") -> pl.DataFrame:
+        """Read the columns that are used. Raises `ValueError` if a column is missing or an id is null."""
+        return self._checked(columns_of(log, *self.columns(), name=name))
 
     def read_history(self, rows: Tabular) -> pl.DataFrame:
         """Read the columns of users and items, and the column of ratings if there is one."""
-        frame = columns_of(rows, self.user, self.item, optional=() if self.rating is None else (self.rating,))
-        return self._checked(frame)
+        optional = () if self.rating is None else (self.rating,)
+        return self._checked(columns_of(rows, self.user, self.item, optional=optional, name="history"))
 
     def with_least(self, rating: float) -> LogColumns:
-        """Return the same columns with the lowest rating of what is liked."""
+        """Return the same columns with this lowest rating of an item that the user likes."""
         return replace(self, min_rating=rating)
 
     def write(self, folder: Path, rows: pl.DataFrame) -> None:
@@ -54,7 +55,9 @@ class LogColumns:
 
     @classmethod
     def load(cls, folder: Path) -> tuple[LogColumns, pl.DataFrame]:
-        """Return what `write` has written. Raises `FileNotFoundError`, or `ValueError` for something else."""
+        """Read the files that `write` has written. Raises `FileNotFoundError`, or `ValueError` for other files."""
+        if not (folder / _JSON).exists():
+            raise FileNotFoundError(f"{folder} must hold a recommender of fit_recommender, got no file {_JSON} there")
         try:
             described = json.loads((folder / _JSON).read_text("utf8"))
             if described.pop("format") != _FORMAT or described.pop("version") > _VERSION:
@@ -73,20 +76,20 @@ class LogColumns:
         return rows
 
     def liked(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Return the rows that are learned from."""
+        """Return the rows that a model learns from."""
         if self.rating is None or self.rating not in rows.columns:
             return rows
         rating = pl.col(self.rating)
         return rows.filter((rating.fill_nan(None) if rows[self.rating].dtype.is_float() else rating) >= self.min_rating)
 
     def like(self, frame: pl.DataFrame) -> Any:
-        """Return a frame of the log's kind."""
+        """Return a frame of the log's library."""
         if self.kind == "polars":
             return frame
         return frame.to_pandas() if self.kind == "pandas" else frame.to_arrow()
 
 
 def kind_of(log: Tabular) -> str:
-    """Return the kind of frame that answers to a log are given in."""
+    """Return the name of the library whose frames the answers for a log are: "polars", "pandas" or "pyarrow"."""
     top = type(log).__module__.partition(".")[0]
     return top if top in ("pandas", "pyarrow") else "polars"

@@ -20,11 +20,11 @@ class ItemKNN(Recommender):
     """Recommend the neighbors of the items taken, by the cosine of the users who took both (Sarwar et al., WWW 2001).
 
     Args:
-        neighbors: The number of items that count for each item.
+        neighbors: The number of most similar items that are kept for each item.
         shrinkage: Added to the denominator of the cosine, at least 0: items with few users count less.
 
     Raises:
-        TypeError, ValueError: An argument is no such number.
+        TypeError, ValueError: An argument is no number, or out of its range.
 
     Examples:
         >>> from nbdist.recsys.recommenders import ItemKNN

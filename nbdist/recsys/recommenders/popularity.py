@@ -1,4 +1,4 @@
-"""The items that most users take, of late if wanted."""
+"""The items that most users take, overall or recently."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .spaces import Space
 
 
 class Popularity(Recommender):
-    """Recommend what was taken most often: the least that any other model must exceed.
+    """Recommend the items that were taken most often: the baseline that any other model must exceed.
 
     Args:
-        half_life: A row counts half as much for each such span before the log's last row, in units of the time column
-            (of dates: days; of datetimes: their unit). None: all rows count alike.
+        half_life: The time after which a row counts half, before the log's last row, in units of the time column
+            (dates: days; datetimes: the unit of their type). None: all rows count equally.
 
     Raises:
         TypeError, ValueError: `half_life` is not a number above 0.
@@ -44,7 +44,7 @@ class Popularity(Recommender):
 
     @classmethod
     def of_taken(cls, model: Recommender) -> Popularity:
-        """Return what most users of another model's log have taken."""
+        """Make a model that recommends the items that most users in another model's log have taken."""
         popular = cls()
         popular._counts = model.taken.values.bincount(minlength=len(model.items)).float()
         popular._log = model._fitted
@@ -64,7 +64,7 @@ class Popularity(Recommender):
         return self._counts.repeat(len(histories.lengths), 1)
 
     def _similarities(self, items: Ragged) -> Tensor:
-        raise ValueError("Popularity has no similar items, since it counts each by itself: ItemKNN, EASE and IALS have")
+        raise ValueError("Popularity has no similar items, since it does not compare items: use ItemKNN, EASE or IALS")
 
     def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, float]:
         return torch.zeros(len(taken)), float(self._counts[item])

@@ -1,4 +1,4 @@
-"""Rows that recommenders learn from, and hidden rows that measure them."""
+"""Protocols, which divide a log into training, validation and test rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Protocol
 
 import polars as pl
 
+from ...checks import check_number
 from ..etl.splitting import Split, leave_one_out, time_split
 
 
 class SplitProtocol(Protocol):
-    """Divides a log into rows to learn from, rows that choose among settings, and rows to be found."""
+    """The interface of a protocol, which divides a log into training, validation and test rows."""
 
     def split(self, log: pl.DataFrame, user: str, time: str) -> Split[pl.DataFrame]:
         """Divide a log."""
@@ -20,10 +21,9 @@ class SplitProtocol(Protocol):
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """Hide the last row of each user, and choose among settings by the row before it.
+    """Take the last row of each user for the test, and the row before it for validation.
 
-    Of rows of the same time, the later one in the log is the later one. Users with fewer than three rows are learned
-    from alone.
+    Rows with the same time are ordered as in the log. All rows of users with fewer than three rows are training rows.
 
     Examples:
         >>> import polars as pl
@@ -40,9 +40,9 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class ByTime:
-    """Hide the latest rows of all users, and choose among settings by those before them: as in use.
+    """Take the latest rows of the log for the test, and the rows before them for validation, as in real use.
 
-    Users and items that first appear in hidden rows cannot be known: the comparison counts them.
+    No model can know users and items that occur only in later rows; the comparison reports their numbers.
 
     Examples:
         >>> import polars as pl
@@ -53,9 +53,15 @@ class ByTime:
     """
 
     valid: float = 0.1
-    """The part of the rows that chooses among settings, above 0 and below 1."""
+    """The share of validation rows, above 0 and below 1."""
     test: float = 0.1
-    """The part of the rows to be found, above 0 and below 1."""
+    """The share of test rows, above 0 and below 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("valid", "test"):
+            check_number(getattr(self, name), above=0, name=f"`{name}`")
+        if self.valid + self.test >= 1:
+            raise ValueError(f"`valid` and `test` must together be below 1, got {self.valid} and {self.test}")
 
     def split(self, log: pl.DataFrame, user: str, time: str) -> Split[pl.DataFrame]:
         """Divide a log."""

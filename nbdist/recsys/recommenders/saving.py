@@ -1,8 +1,8 @@
-"""A recommender in a folder: JSON, Parquet, and arrays of NumPy's. No pickle.
+"""The files of a saved recommender: JSON, Parquet and NumPy arrays, without pickle.
 
 ``recommender.json``: format, version, kind (the class), parameters. ``users.parquet``: the `id` of each user, and
-`items`, the codes of what the user has taken. ``items.parquet``: the `id` of each item, by code. ``arrays.npz``: what
-the model has learned, a row for each item.
+`items`, the codes of the items that the user has taken. ``items.parquet``: the `id` of each item, in the order of the
+codes. ``arrays.npz``: the arrays that the model has learned, a row for each item.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def write(folder: Path, saved: Saved) -> None:
 
 
 def read(folder: Path) -> Saved:
-    """Return what `write` has written.
+    """Read the files that `write` has written.
 
     Raises:
         FileNotFoundError: A file is not there.
-        ValueError: The files are something else, do not fit each other, or are of a later version.
+        ValueError: The files hold no model, do not fit each other, or come from a later version.
     """
+    if not (folder / _JSON).exists():
+        raise FileNotFoundError(f"{folder} must hold a saved recommender, got no file {_JSON} there")
     try:
         described = json.loads((folder / _JSON).read_text("utf8"))
         if described["format"] != _FORMAT or described["version"] > _VERSION:

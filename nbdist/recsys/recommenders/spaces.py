@@ -1,4 +1,4 @@
-"""Values of parameters that a search may try."""
+"""The values of parameters that a search may try."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...checks import check_flag, check_number
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers between two bounds, both included; integers where both bounds are integers.
+    """A range of numbers between two bounds, both included. If both bounds are integers, it has only integers.
 
     Raises:
-        TypeError, ValueError: `low` is not below `high`, or a logarithm of `low` does not exist.
+        TypeError, ValueError: A bound is no number, `low` is not below `high`, or `low` is not above 0 with `log=True`.
 
     Examples:
         >>> from nbdist.recsys.recommenders.spaces import Range
@@ -43,7 +43,7 @@ class Range:
 
 
 Space: TypeAlias = Range | Sequence[Any]
-"""A range, or the values themselves."""
+"""The space of a parameter: a range, or a sequence of values."""
 
 
 def suggest(trial: Any, space: Mapping[str, Space]) -> dict[str, Any]:
@@ -59,13 +59,13 @@ def suggest(trial: Any, space: Mapping[str, Space]) -> dict[str, Any]:
 
 
 def grid(values: Space) -> list[Any] | None:
-    """Return all values of a space; None where they are without end."""
+    """Return all values of a space. None: there are infinitely many."""
     if not isinstance(values, Range):
         return list(values)
     return list(range(int(values.low), int(values.high) + 1)) if values.is_whole() else None
 
 
 def number_of_settings(space: Mapping[str, Space]) -> float:
-    """Return the number of different settings; infinity where there is a range of floats."""
+    """Return the number of different settings, which is infinity if a range has floats."""
     grids = [grid(values) for values in space.values()]
     return math.prod(math.inf if one is None else len(one) for one in grids)

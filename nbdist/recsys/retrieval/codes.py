@@ -1,4 +1,4 @@
-"""Places of ids in a column of known ids."""
+"""The positions of ids in a column of known ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..loader.columns import Ragged
 
 
 def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the place of each id in `known`, -1 where it is not there. Integers match floats that are whole.
+    """Return the position of each id in `known`, -1 for an unknown id. Integers match floats without a fraction.
 
     Raises:
-        TypeError: The ids are of another kind, such as strings where integers are known.
+        TypeError: The ids are of another type, such as strings if integers are known.
     """
     if known.dtype.is_integer() and ids.dtype.is_numeric():
         # An integer that the type of `known` cannot hold is one that is not there.
@@ -29,19 +29,20 @@ def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.in
     if ids.dtype != known.dtype:
         if ids.dtype == pl.Null or not len(ids):
             return np.full(len(ids), -1)
-        raise TypeError(f"ids must be {known.dtype}, as the known ones, got {ids.dtype}")
+        raise TypeError(f"ids must be {known.dtype}, as in the log or index, got {ids.dtype}")
     places = pl.DataFrame({"id": known}).with_row_index("place")
     found = pl.DataFrame({"id": ids}).join(places, on="id", how="left", maintain_order="left")["place"]
     return found.cast(pl.Int64).fill_null(-1).to_numpy(writable=True)
 
 
 def places_of(lists: Sequence[Sequence[Any]] | pl.Series, known: pl.Series) -> Ragged:
-    """Return lists of ids as places in `known`: each id once, in order, -1 for one that is not there; no nulls.
+    """Replace lists of ids by lists of positions in `known`: each id once, in order, -1 for an unknown id, without
+    nulls.
 
     Raises:
-        TypeError: These are no lists, or the ids are of another kind.
+        TypeError: The argument does not have lists, or the ids are of another type.
     """
-    column = series_of(lists, "id").alias("id")
+    column = series_of(lists).alias("id")
     if not isinstance(column.dtype, pl.List) and len(column):
         raise TypeError(f"ids must be a list for each row, got {column.dtype}")
     rows = column.cast(pl.List(known.dtype)) if not len(column) else column

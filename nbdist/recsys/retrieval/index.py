@@ -46,10 +46,10 @@ class ItemIndex:
     """
 
     ids: pl.Series
-    """Ids as requests and tables have them, not the codes; each once, none null. A column of pandas or Arrow, an array,
-    or a list becomes a series."""
+    """The raw ids, as in requests and tables, and not the codes: distinct, without nulls. A column of pandas or Arrow,
+    an array, or a list is converted to a series."""
     vectors: Tensor
-    """float32, shape (items, width), on the CPU. Numbers of other types and NumPy's arrays become that."""
+    """The vectors, float32, shape (items, width), on the CPU. Other types of numbers and NumPy arrays are converted."""
 
     def __post_init__(self) -> None:
         try:
@@ -67,7 +67,7 @@ class ItemIndex:
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise ValueError(
-                f"{int(wrong.sum())} of {len(self.ids)} vectors are not finite, the first is that of id "
+                f"{int(wrong.sum())} of {len(self.ids)} vectors are not finite, the first belongs to id "
                 f"{self.ids[row]!r} in row {row}"
             )
 
@@ -77,11 +77,11 @@ class ItemIndex:
         """Make an index from a tower's vectors of items, in this process.
 
         Args:
-            tower: Function or module that returns the vectors of items, such as `TwoTower.item` of a model from
-                `gather`. Its modules, and the modules that a function refers to, are in evaluation mode during the
+            tower: A function or module that returns the vectors of items, such as `TwoTower.item` of a model from
+                `gather`. The module, or the modules that the function refers to, are in evaluation mode during the
                 call.
-            items: The columns that the tower takes, as the workflow codes them; a row for each item. As for
-                `MemoryLoader`, and may be without rows.
+            items: The columns for the tower, with codes from the workflow; a row for each item. Any `data` of
+                `MemoryLoader`; it may have no rows.
             ids: The raw id of each row.
             batch_size: The number of rows in a call of the tower.
 
@@ -116,14 +116,14 @@ class ItemIndex:
         Args:
             queries: Vectors, shape (queries, width).
             k: The number of items.
-            exclude: The ids that each query must not get; ids that the index lacks are ignored.
+            exclude: The ids that each query must not get. Ids that the index lacks are ignored.
 
         Returns:
-            A row for each query: `items`, the list of ids, the best first, and `scores`. They are shorter than k where
-            fewer items are left.
+            A row for each query: `items`, a list of ids, the best first, and `scores`. If fewer than k items are left,
+            the lists are shorter.
 
         Raises:
-            ValueError: As for `top_k`.
+            ValueError: The errors of `top_k`.
         """
         ragged = None if exclude is None else self.places(exclude)
         scores, places = top_k(torch.as_tensor(queries).float().cpu(), self.vectors, k, exclude=ragged)
@@ -138,7 +138,7 @@ class ItemIndex:
         return places_of(ids, self.ids)
 
     def to_faiss(self, factory: str = "Flat") -> Any:
-        """Return a FAISS index of the vectors, by inner product; its numbers are positions in `ids`.
+        """Return a FAISS index of the vectors, by inner product. The numbers in its answers are positions in `ids`.
 
         Args:
             factory: The argument of `faiss.index_factory`: "Flat" is exact; "HNSW32" and "IVF256,Flat" are approximate,
@@ -159,7 +159,9 @@ class ItemIndex:
         try:
             import faiss
         except ImportError as error:
-            raise ImportError('FAISS is not installed: pip install "nbdist[faiss]"; search() does without') from error
+            raise ImportError(
+                'FAISS is not installed: pip install "nbdist[faiss]"; search() does not need it'
+            ) from error
         index = faiss.index_factory(self.vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
         vectors = np.ascontiguousarray(self.vectors.numpy())
         if not index.is_trained and len(vectors):
@@ -168,13 +170,13 @@ class ItemIndex:
         return index
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Save the index as ``items.parquet``: columns `id` and `vector`, a list of float32. It appears when it is
-        complete.
+        """Save the index as ``items.parquet``, with the columns `id` and `vector`, a list of float32. The folder
+        appears when it is complete.
 
-        In ranks all must call it, and rank 0 writes.
+        In a function that runs on several ranks, all ranks must call it. Rank 0 writes.
 
         Raises:
-            FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+            FileExistsError: The folder exists, and `overwrite` is False or the folder holds other files.
         """
         vector = pl.Series("vector", self.vectors.numpy(), dtype=pl.Array(pl.Float32, self.vectors.shape[1]))
         with atomic_folder(folder, (_FILE,), overwrite) as scratch:
@@ -202,12 +204,12 @@ class ItemIndex:
 
 
 def frame_of_best(ids: pl.Series, scores: Tensor, places: Tensor) -> pl.DataFrame:
-    """Return a row for each query: `items`, the ids at its places, and `scores`; places of -1 are left out.
+    """Return a row for each query: `items`, the ids at the given positions, and `scores`. Position -1 is left out.
 
     Args:
         ids: The ids of all items.
-        scores: Shape (queries, k), the best first.
-        places: Places in `ids`, shape (queries, k).
+        scores: The scores, shape (queries, k), the best first.
+        places: The positions in `ids`, shape (queries, k).
     """
     there = places >= 0
     flat = pl.DataFrame({"items": ids.gather(places[there].numpy()), "scores": scores[there].numpy()})

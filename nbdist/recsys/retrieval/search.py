@@ -8,7 +8,7 @@ from torch import Tensor
 from ..loader.columns import Ragged
 
 _BLOCK = 1 << 22
-"""Scores that are in memory at a time."""
+"""The number of scores in memory at a time."""
 
 
 @torch.no_grad()
@@ -19,20 +19,20 @@ def top_k(
     blocks.
 
     Args:
-        queries: Shape (queries, width).
-        items: Shape (items, width), on the same device; there may be no items. The products have the wider of the two
-            dtypes.
+        queries: The vectors of the queries, shape (queries, width).
+        items: The vectors of the items, shape (items, width), on the same device. There may be no items. The products
+            have the wider of the two dtypes.
         k: The number of items.
-        exclude: The items that each query must not get, such as those that a user has taken, by their places in
-            `items`; -1 is no item.
+        exclude: The items that each query must not get, such as items that a user has taken, as positions in `items`;
+            -1 is ignored.
         block: The number of scores in memory at a time.
 
     Returns:
-        Scores and places in `items`, both of shape (queries, k). Where fewer than k items are left, the score is
-        -inf and the place -1.
+        The scores and the positions in `items`, both of shape (queries, k). If fewer than k items are left, the score
+        is -inf and the position -1.
 
     Raises:
-        ValueError: The widths differ, k is below 1, `exclude` has another number of lists than there are queries, or a
+        ValueError: The widths differ, k is below 1, the number of lists in `exclude` is not the number of queries, or a
             vector or product is not finite.
 
     Examples:

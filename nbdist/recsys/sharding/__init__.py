@@ -41,7 +41,8 @@ _MODULES = {
     "Summary": "summaries",
     "summary": "summaries",
 }
-"""Name → its module, which is imported at the first use: TorchRec takes seconds, and `replicate` does without."""
+"""A mapping from public names to their modules, which are imported at the first use: TorchRec takes seconds, and
+`replicate` does not need it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Measured bandwidths: of ranks reading rows of tables, and of ranks sending to each other.
 
-TorchRec's planner compares strategies with these. Its defaults are those for a data center: 51 GB/s of memory, 600 GB/s
+TorchRec's planner uses these to compare strategies. Its own defaults are for a data center: 51 GB/s of memory, 600 GB/s
 between the ranks of a machine.
 """
 
@@ -28,12 +28,13 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of a rank while all ranks measure, rounded to a power of two so that noise changes no plan."""
+    """The bytes per second of a rank while all ranks measure, rounded to a power of two so that noise does not change
+    plans."""
 
     memory: float
-    """Bytes per second of random rows that are read, and written contiguously; both count."""
+    """The bytes per second when random rows are read and written contiguously; both are counted."""
     ranks: float
-    """Bytes per second that a rank sends to all ranks, including itself."""
+    """The bytes per second that a rank sends to all ranks, including itself."""
 
 
 #: Process group → type of device → what was measured.
@@ -44,8 +45,8 @@ def measure(device: torch.device, group: Any) -> Bandwidth:
     """Measure, once for a process group, in some 50 ms. All ranks must call this function, and get the same result.
 
     Args:
-        device: Device of the tables.
-        group: Process group that sends their rows; None: the default group.
+        device: The device of the tables.
+        group: The process group that exchanges the rows. None: the default group.
     """
     known = measured.setdefault(group or dist.group.WORLD, {})
     all_know = torch.tensor(int(device.type in known), device=device)  # a rank may have been interrupted
@@ -81,7 +82,7 @@ def _ones(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _seconds(action: Callable[[], Any], device: torch.device, group: Any) -> float:
-    """Return the shortest time of several runs, after a first one."""
+    """Return the shortest time of several runs, not counting a first run."""
     taken = []
     for _ in range(_TURNS + 1):
         dist.barrier(group=group)

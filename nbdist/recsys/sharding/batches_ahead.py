@@ -1,4 +1,5 @@
-"""Ids of the next batch, sent to the ranks that store their rows during the backward pass of the current batch.
+"""The ids of the next batch, which are sent to the ranks that store their rows during the backward pass of the current
+batch.
 
 TorchRec's `TrainPipelineSparseDist` does this for models that torch.fx can trace and that are called with the batch
 itself. Here a model may be called in any way, by `predict`, and between the steps with other batches.
@@ -57,7 +58,7 @@ class InputsAhead:
                 self._begun[collection] = begun._replace(request=begun.request.wait())
 
     def take(self, collection: ShardedModule[Any, Any, Any, Any], features: Any) -> tuple[Any, Any] | None:
-        """Return context and ids that have arrived for a collection, if these features were sent."""
+        """Return the context and the ids that have arrived for a collection, if the ids of these features were sent."""
         if collection not in self._begun or self._begun[collection].features is not features:
             return None
         begun = self._begun.pop(collection)

@@ -2,10 +2,11 @@
 
 `STRATEGIES` are TorchRec's: a table whole on one rank (table_wise), split by rows (row_wise; table_row_wise: over the
 ranks of one machine), by columns (column_wise; table_column_wise), by both (grid_shard), or a copy on every rank
-(data_parallel). TorchRec itself has no strategy with rows on CPUs; here all work on CPU ranks (gloo) and on GPUs.
+(data_parallel). TorchRec alone cannot split tables by rows on CPUs. Here, all strategies work on CPU ranks (gloo) and
+on GPUs.
 
-The gradient of a step is the mean of the ranks' gradients, and buffers, such as batch norm's, are rank 0's in each
-forward pass, as in DistributedDataParallel.
+The gradient of a step is the mean of the ranks' gradients. Buffers, such as batch norm's, are copied from rank 0 in
+each forward pass, as in DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _optimizers_of(
 
 
 def _name_optimizers(tables: Mapping[str, Table], named: Mapping[str, str], rates: Mapping[str, float]) -> None:
-    """Write the optimizers of the tables where TorchRec looks for them."""
+    """Write the optimizers of the tables to the attributes in which TorchRec looks for them."""
     for name, table in tables.items():
         kind = EmbOptimType[OPTIMIZERS[named[name]]]
         table.weight._optimizer_kwargs = [{"optimizer": kind, "learning_rate": rates[name]}]  # type: ignore[attr-defined]
@@ -145,7 +146,7 @@ def _dense_optimizers(
     rates: Mapping[str, float],
     eps: float,
 ) -> Iterator[KeyedOptimizerWrapper]:
-    """Make the optimizers of what every rank has a copy of: the parameters that are not tables, and some tables."""
+    """Make the optimizers of parameters that are copied on every rank: those that are not tables, and some tables."""
     copies = _unsharded(parallel)
     if mine := {key: p for key, p in copies.items() if key in dense}:
         yield KeyedOptimizerWrapper(mine, dense_optimizer)
@@ -173,7 +174,7 @@ def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, devi
 def _gather(parallel: DistributedModelParallel) -> None:
     """Move FBGEMM's tables of a CPU rank, and the state of their rows, to huge pages.
 
-    The rows of a step are all over a table: each is in another small page, and finding this page takes time.
+    The rows of a step are scattered over a table: each is in another small page, and finding this page takes time.
     """
     for kernel in kernels(parallel.fused_optimizer):
         for tensor in (*kernel.split_embedding_weights(), *itertools.chain(*kernel.split_optimizer_states())):
@@ -184,7 +185,7 @@ def _gather(parallel: DistributedModelParallel) -> None:
 def _dense_parameters(
     model: nn.Module, tables: Mapping[str, Table], dense_optimizer: MakeOptimizer | None
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not tables. Raises `ValueError` if there are any, and no optimizer for them."""
+    """Return the parameters that are not tables. Raises `ValueError` if there are any, but no optimizer for them."""
     weights = {id(table.weight) for table in tables.values()}
     dense = {key: p for key, p in model.named_parameters() if p.requires_grad and id(p) not in weights}
     if dense and dense_optimizer is None:
@@ -196,7 +197,7 @@ def _dense_parameters(
 
 
 def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters, by state-dict key, that every rank has a copy of and that DistributedDataParallel
+    """Return the parameters, by state-dict key, that are copied on every rank and that DistributedDataParallel
     averages."""
     # TorchRec marks the others, whose gradients never reach us.
     return {
@@ -207,7 +208,7 @@ def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:
 
 
 def _forget_old_groups() -> None:
-    """Forget the groups that TorchRec keeps in globals after the end of their process group."""
+    """Forget the process groups that TorchRec keeps in globals after they have ended."""
     known = dist.distributed_c10d._world.pg_map
     for name in ("_INTRA_PG", "_CROSS_PG"):
         if getattr(comm, name) is not None and getattr(comm, name) not in known:

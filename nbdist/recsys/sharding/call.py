@@ -33,47 +33,49 @@ def shard(
 ) -> Sharded:
     """Shard the embedding tables of `model` over all ranks. All ranks must call it, with the same arguments.
 
-    Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
-    by block, from seeds drawn from torch's random state; a rank with a GPU makes it there. So the initial weights
-    depend neither on the strategies nor on the number of ranks; a CPU, and each model of GPU, draws its own numbers.
-    Tables with values keep them; each rank has them whole until it has its part.
+    Tables on the meta device are never in one place as a whole: each rank makes its own part, with the table's
+    `init_fn`, block by block, from seeds drawn from torch's random state; a rank with a GPU makes it there. So the
+    initial weights depend neither on the strategies nor on the number of ranks. (A CPU, and each model of GPU, gives
+    other numbers.) Tables with values keep them; each rank has them as a whole until it has its part.
 
-    rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns
-    slightly differently from the same table in one piece; sgd and adagrad do not differ.
+    rowwise_adagrad keeps one number per row of a shard. A table that is split by columns has several numbers per row,
+    so it learns slightly differently from an unsplit table. With sgd and adagrad there is no difference.
 
     Args:
-        model: A module with `PooledTables` or `SequenceTables`, as the models of `nbdist.recsys.models` are, or with
+        model: A module with `PooledTables` or `SequenceTables`, such as the models of `nbdist.recsys.models`, or with
             TorchRec's `EmbeddingBagCollection`s or `EmbeddingCollection`s; or a single collection. The module cannot be
             used afterwards: use `Sharded.model`.
-        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order. Tables
-            that nothing matches are left to TorchRec's planner. A warning names large tables that are data_parallel,
-            because they are slow.
-        batch_size: Samples per rank and step, for the planner's estimates.
-        optimizer: The tables' optimizer: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table
-            name or glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
-            `replicate`, a function from parameters to their optimizer: torch's SGD, Adagrad or Adam, with no options
-            but `lr` and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of
-            tables leave alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
-        lr: Learning rate of the tables, for an optimizer by name; or table name or glob → learning rate. None: 0.01.
-        eps: The number added to the denominator, for optimizers by name that have one. None: 1e-8.
-        dense_optimizer: Function that makes the optimizer of all other parameters, such as
-            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any and `optimizer` is a
-            name.
-        fused: Whether tables are updated in the backward pass. None: a table is if FBGEMM has a kernel for its
+        strategies: A mapping from table names or glob patterns to strategies, any of `STRATEGIES`. A name takes
+            precedence over patterns, and an earlier pattern over a later one. TorchRec's planner chooses for tables
+            that nothing matches. A warning names large tables that are data_parallel, because they are slow.
+        batch_size: The number of samples of a step on each rank, for the planner's estimates.
+        optimizer: The optimizer of the tables: one of `OPTIMIZERS`, or a mapping from table names or patterns to them.
+            It is fused into the backward pass if FBGEMM can do so. CPU ranks have sgd, adagrad, rowwise_adagrad and,
+            not fused, adam. Or a function from parameters to their optimizer: torch's SGD, Adagrad or Adam, with no
+            options except `lr` and `eps`. Such a function is also the dense optimizer, unless `dense_optimizer` is
+            given. No optimizer changes rows of a table that a batch does not use, like `torch.optim.SparseAdam`.
+        lr: The learning rate of the tables, for an optimizer that is given by name; or a mapping from table names or
+            patterns to learning rates. None: 0.01.
+        eps: The number added to the denominator by an optimizer that is given by name and has one. None: 1e-8.
+        dense_optimizer: A function that makes the optimizer of all other parameters, such as `lambda parameters:
+            torch.optim.Adam(parameters, lr=1e-3)`. It is needed if there are any and `optimizer` is a name.
+        fused: Whether tables are updated in the backward pass. None: a table is, if FBGEMM has a kernel for its
             optimizer on this device; for adam on CPUs, torch's slower optimizer is used. False: no table is, so that
             gradients can be clipped and accumulated. That is slower, and works with sgd, adagrad, rowwise_adagrad and
             adam.
-        memory_bytes: Bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on CPUs, shared by
-            the ranks of this machine), less four times the size of the other parameters, for gradients and moments.
-        checked: Whether an id outside its table raises `ValueError` in its step. On GPUs each step waits for this
-            check, unless a loader with `keyed=` has already checked the ids. Without the check, such an id stands for
-            another row and trains it.
+        memory_bytes: The number of bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on
+            CPUs, shared by the ranks of this machine), minus four times the size of the other parameters, for gradients
+            and moments.
+        checked: Whether an id outside its table raises `ValueError` in its step. On GPUs, each step waits for this
+            check, unless a loader with `keyed=` has already checked the ids. Without the check, such an id reads and
+            trains another row.
 
     Raises:
-        ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
-        RuntimeError: Outside a process group; or FBGEMM has no code for this rank's GPU, such as a T4: use `replicate`.
-        ImportError: TorchRec or FBGEMM is missing, or of another release than torch; it says what to install. The model
-            is left as it is.
+        ValueError: Before anything is built: an optimizer, a strategy or a size is invalid. The error gives the reason.
+        RuntimeError: The process is in no process group; or FBGEMM has no code for this rank's GPU, such as a T4: use
+            `replicate`.
+        ImportError: TorchRec or FBGEMM is missing, or of a release that does not fit torch. The error names the package
+            to install. The model is not changed.
 
     Examples:
         >>> import torch

@@ -35,13 +35,13 @@ def prepare_collections(
 
     Args:
         model: The model, with TorchRec's collections.
-        plain: The collections that these stand for, by path.
+        plain: The original collections that TorchRec's collections replace, by path.
         plan: The strategies of the tables.
         checked: Whether ids outside a table are refused.
         by_gloo: The strategies whose results gloo sums and scatters.
 
     Returns:
-        A function to call with the sharded model; it returns the features of each sharded collection.
+        A function to call with the sharded model. It returns the features of each sharded collection.
     """
     hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
     features = _features(model)

@@ -22,7 +22,7 @@ def find_tables(model: nn.Module) -> dict[str, Table]:
     """Return the tables of a model, by name.
 
     Raises:
-        ValueError: There are none, or two of one name.
+        ValueError: There are no tables, or two tables have one name.
     """
     found: dict[str, Table] = {}
     for path, module in model.named_modules():
@@ -61,7 +61,7 @@ def columns_of(collection: PooledTables | SequenceTables) -> list[str]:
 
 
 def replace(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Put modules into a model, by path; return the model, or the one module that replaces it."""
+    """Put modules into a model, by path. Return the model, or the one module that replaces it."""
     for path, module in modules.items():
         if not path:
             return module

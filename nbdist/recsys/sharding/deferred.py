@@ -1,8 +1,8 @@
-"""Tables that are updated in the optimizer's step, while fused tables are updated in the backward pass.
+"""Tables that are updated in the optimizer's step; fused tables are updated in the backward pass.
 
-Gradients that are clipped, or accumulated over several batches, must be known before a table changes. And FBGEMM has no
-fused Adam on CPUs. Weights and state stay where FBGEMM keeps them, so that checkpoints are equal; the look-ups and the
-updates are torch's, of only the rows that were looked up, and slower than FBGEMM's.
+Gradients that are clipped, or accumulated over several batches, must be known before a table changes; and FBGEMM has no
+fused Adam on CPUs. Weights and state stay where FBGEMM keeps them, so that checkpoints are equal. torch does the
+look-ups and the updates, only for the rows that were looked up, and more slowly than FBGEMM.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ class LookedUp(NamedTuple):
 
     table: int
     rows: Tensor
-    """Shape (rows,), each once."""
+    """The rows, shape (rows,), distinct."""
     vectors: Tensor
-    """Shape (rows, columns): a leaf, which gets the gradient."""
+    """The vectors, shape (rows, columns): a leaf, which gets the gradient."""
 
 
 def counters(kernel: Any) -> list[Tensor]:
-    """Return FBGEMM's counters of a kernel's steps: from 1.1 on it has a second one, which stays on the CPU."""
+    """Return FBGEMM's counters of a kernel's steps. From version 1.1 on, there is a second counter, which stays on the
+    CPU."""
     return [kernel.iter, *([kernel.iter_cpu] if hasattr(kernel, "iter_cpu") else [])]
 
 
 class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
-    """FBGEMM's tables of one rank, updated by `update` and not in the backward pass."""
+    """The FBGEMM tables of one rank, updated by `update` and not in the backward pass."""
 
     def __init__(self, *args: Any, optimizer: EmbOptimType, **options: Any) -> None:
         on_cpu = options["device"].type == "cpu"
@@ -87,7 +88,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         return output.to(SparseType.from_int(self.output_dtype).as_dtype())
 
     def gradients(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Return the sums of gradients since the last `forget`, for each table with any: its number, rows,
+        """Return the sums of gradients since the last `forget`, for each table that has any: its number, rows,
         gradients."""
         tables: dict[int, list[LookedUp]] = {}
         for one in self.looked_up:

@@ -1,4 +1,4 @@
-"""Loops over loaders with different lengths, without ranks that wait in collectives."""
+"""Loops over loaders with different lengths, in which no rank waits in a collective forever."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 def equal_steps(batches: Iterable[T]) -> Iterator[T]:
-    """Yield the batches of this rank, as many as the rank with the fewest has; the others are dropped.
+    """Yield the batches of this rank, up to the number of batches of the rank with the fewest. Other batches are
+    dropped.
 
-    A rank with one batch more than the others would wait for ever in its collectives. Before each batch the ranks check
-    that all have one. All ranks must iterate to the end, and none may leave the loop early on its own. Batches may
-    differ in size over the ranks: no row of the last batch is lost if each rank has a last batch.
+    A rank with one batch more than the others would wait forever in its collectives. So before each batch, the ranks
+    check that all of them have one. All ranks must iterate to the end, and none may leave the loop early. Batches may
+    differ in size between ranks: no row of the last batch is lost if each rank has a last batch.
 
     Args:
-        batches: This rank's loader, of any length; it need not know its length.
+        batches: This rank's loader, of any length, which may be unknown.
 
     Yields:
         The batches, unchanged.

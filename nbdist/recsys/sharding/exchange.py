@@ -1,8 +1,8 @@
-"""Shared-memory replacements for TorchRec's all-to-alls: ids in one exchange; pooled rows and gradients of whole or
-column-wise tables written once and read in place.
+"""Shared-memory replacements for TorchRec's all-to-alls. Ids are sent in one exchange. Pooled rows, and gradients of
+whole or column-wise tables, are written once and read in place.
 
-In TorchRec ranks meet three times for the ids (for the sizes, for the lengths of the lists, for the ids), and rows and
-gradients are copied four times.
+In TorchRec, ranks meet three times for the ids (to exchange the sizes, the lengths of the lists, and the ids), and rows
+and gradients are copied four times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...system.annotations import annotated
 
 
 def exchange_at_once(collection: ShardedModule[Any, Any, Any, Any]) -> None:
-    """Make a sharded collection send ids and pooled rows at once, if its ranks share memory."""
+    """Make a sharded collection exchange ids and pooled rows in this way, if its ranks share memory."""
     # TorchRec makes what sends in the first step, when it knows in which order the features come.
     sharded: Any = collection
     make = sharded._create_input_dist
@@ -68,7 +68,7 @@ class _AtOnce(KJTAllToAll):
         self._gathers: dict[int, SharedGather] = {}  # by the number of arrays
 
     def forward(self, input: KeyedJaggedTensor) -> Any:
-        """Exchange like TorchRec's module; the result is complete at once."""
+        """Exchange like TorchRec's module. The result is complete at once."""
         if input.variable_stride_per_key():  # on all ranks, if on one: it follows from how the model is called
             return super().forward(input)
         group: Any = self._pg
@@ -108,7 +108,7 @@ class _AtOnce(KJTAllToAll):
 
 
 class _PooledAtOnce(PooledEmbeddingsAllToAll):
-    """TorchRec's `PooledEmbeddingsAllToAll`, its tensors laid out for all ranks at once."""
+    """TorchRec's `PooledEmbeddingsAllToAll`, with its tensors written for all ranks at once."""
 
     def __init__(self, group: SharedGroup, widths: list[int], callbacks: Any) -> None:
         super().__init__(group, widths, callbacks=callbacks)
@@ -127,8 +127,8 @@ class _PooledAtOnce(PooledEmbeddingsAllToAll):
 
 
 class _Pooled(torch.autograd.Function):
-    """Exchange values for the samples of all ranks, shape (samples of all ranks, own columns), for values of the own
-    samples, shape (own samples, columns of all ranks)."""
+    """Exchange values for the samples of all ranks, shape (samples of all ranks, own columns), for values of this
+    rank's samples, shape (own samples, columns of all ranks)."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ class _Pooled(torch.autograd.Function):
 
 
 def _laid_out(gather: SharedGather, tensor: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    """Return the `tensor` of each rank that has columns; `widths` are their numbers of columns.
+    """Return the `tensor` of each rank that has columns. `widths` are the numbers of columns.
 
     The result is valid until the next collective.
     """

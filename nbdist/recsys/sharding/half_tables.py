@@ -1,4 +1,4 @@
-"""Tables of half precision: the supported types, and optimizers of their copies that compute in single precision.
+"""Tables of half precision: the supported types, and optimizers that compute in single precision.
 
 The square of a gradient of 1e-4 is 0 in float16, and so is an eps of 1e-8: a step of Adagrad would be infinite.
 """
@@ -34,7 +34,7 @@ class SinglePrecision(torch.optim.Optimizer):
 
     Args:
         params: The parameters.
-        make: Function that makes the optimizer to compute with.
+        make: A function that makes the optimizer to compute with.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Hooks around a sharded collection, where TorchRec's results would differ from the unsharded collection's.
+"""Hooks around a sharded collection, for results that would otherwise differ from the unsharded collection's.
 
 Add forward hooks in this order: `divide_means`, `restore_order`, `pad_batches`, `take_columns`.
 """
@@ -46,7 +46,7 @@ def take_columns(module: nn.Module, columns: list[str]) -> None:
 
     Args:
         module: The sharded collection.
-        columns: The columns of a batch that it uses, in the order of its tables.
+        columns: The columns of a batch that the collection uses, in the order of its tables.
     """
 
     def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -74,13 +74,13 @@ def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
 def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping[str, list[str]]) -> None:
     """Divide the sums of a sharded collection's mean tables by the sizes of the bags.
 
-    TorchRec 1.8 does so itself for row_wise and table_row_wise, but then divides twice for the mean tables of other
+    TorchRec 1.8 does so itself for row_wise and table_row_wise. But then it divides twice for the mean tables of other
     strategies in the same collection, and for grid_shard it sums the means of the parts.
 
     Args:
-        module: The sharded collection, whose tables all sum.
-        means: Table → whether it is a mean.
-        features: Table → the features that it is looked up by.
+        module: The sharded collection, in which all tables sum.
+        means: For each table, whether it is a mean.
+        features: For each table, the features whose ids are looked up in it.
     """
     # An output is called by its feature, or feature@table if several tables have the feature.
     divided = {
@@ -115,8 +115,8 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
 def restore_order(module: nn.Module, names: list[str]) -> None:
     """Make a sharded collection return its outputs in the order of the unsharded one.
 
-    TorchRec orders them by the ranks that store them. A model that uses `.values()` of the output would then train with
-    other columns than it is used with after `gather`.
+    TorchRec orders them by the ranks that store them. A model that uses `.values()` of the output would then be trained
+    with other columns than it uses after `gather`.
 
     Args:
         module: The sharded collection.
@@ -136,11 +136,11 @@ def restore_order(module: nn.Module, names: list[str]) -> None:
 def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) -> None:
     """Make a sharded collection raise for ids outside its tables, which FBGEMM would read as ids of other rows.
 
-    On a GPU it waits for earlier work, unless the loader has checked the ids (`keyed=`).
+    On a GPU, this waits for earlier work, unless the loader has checked the ids (`keyed=`).
 
     Args:
         module: The sharded collection.
-        tables: Feature → the tables that it is looked up in, each with its number of rows.
+        tables: For each feature, the tables in which it is looked up, each with its number of rows.
     """
 
     def check(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -164,15 +164,15 @@ def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) ->
 
 
 def pad_batches(module: nn.Module, to_largest: bool) -> None:
-    """Make a sharded collection accept batches without samples, which TorchRec and FBGEMM do not.
+    """Make a sharded collection accept batches without samples, which TorchRec and FBGEMM do not accept.
 
-    Empty bags or sequences are added, up to one sample, and the output is cut to the batch again. They change neither
-    outputs nor gradients.
+    Empty bags or sequences are added, up to one sample, and the output is cut to the size of the batch again. They
+    change neither outputs nor gradients.
 
     Args:
         module: The sharded collection.
-        to_largest: Whether to add up to the size of the largest batch of all ranks instead, because the reduce-scatter
-            of gloo, which pools in row-wise strategies, needs equal shapes.
+        to_largest: Whether to add samples up to the size of the largest batch of all ranks instead: gloo's
+            reduce-scatter, which pools in row-wise strategies, needs equal shapes.
     """
     sizes: list[int] = []
 
@@ -210,9 +210,9 @@ def pad_batches(module: nn.Module, to_largest: bool) -> None:
 
 
 def look_up_singly(module: nn.Module) -> None:
-    """Make a sharded `EmbeddingCollection` look up ids one by one in its copies of tables on CPUs.
+    """Make a sharded `EmbeddingCollection` look up ids one by one in tables that are copied on CPU ranks.
 
-    FBGEMM always pools look-ups in copies there.
+    FBGEMM always pools look-ups in such tables.
     """
     lookups: Any = module._lookups
     for lookup in lookups:

@@ -15,8 +15,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from .strategies import Table
 
 _BLOCK, _GPU_BLOCK = 2**17, 2**22
-"""Elements of a table that are initialised at a time: memory of the initialisation in addition to the shards. A GPU,
-which fills 16 MB as soon as it begins, takes as long for less."""
+"""The number of elements of a table that are initialized at a time, which is the memory of the initialization in
+addition to the shards. A GPU takes as long for fewer elements, because it fills 16 MB as soon as it begins."""
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 

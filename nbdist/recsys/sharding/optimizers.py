@@ -36,11 +36,11 @@ EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rowwise_adagrad": _rowwise_adagrad,
 }
 DEFERRED = (*EVERYWHERE, "adam")
-"""Optimizers that can wait for the optimizer's step."""
+"""The optimizers that can be deferred to the optimizer's step."""
 
 
 def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) -> None:
-    """Raise `ValueError` for an unknown optimizer, or one that the device or `fused` excludes."""
+    """Raise `ValueError` for an unknown optimizer, or one that is not possible with the device or `fused`."""
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     if device.type == "cpu" and optimizer not in EVERYWHERE and (fused or optimizer not in DEFERRED):
@@ -53,5 +53,5 @@ def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) ->
 
 
 def fused_types(device: torch.device, fused: bool | None) -> set[str]:
-    """Return the names among `OPTIMIZERS` to use fused."""
+    """Return the names among `OPTIMIZERS` that are used fused."""
     return set() if fused is False else set(EVERYWHERE if device.type == "cpu" else OPTIMIZERS)

@@ -18,18 +18,18 @@ class Shard:
     """The table's sharding, such as "row_wise"."""
     rank: int
     row: int
-    """The first of its rows."""
+    """The number of the shard's first row."""
     rows: int
     column: int
-    """The first of its columns."""
+    """The number of the shard's first column."""
     columns: int
     bytes: int
-    """Bytes of the shard's weights."""
+    """The number of bytes of the shard's weights."""
     memory: int
-    """Bytes that the planner expects: weights, optimizer state, inputs and outputs."""
+    """The number of bytes that the planner expects: weights, optimizer state, inputs and outputs."""
     work: float
-    """Milliseconds that the planner expects for a step, forward and backward. An estimate, made for GPUs: compare it
-    between ranks, not with a clock."""
+    """The time in milliseconds that the planner expects for a step, forward and backward. It is an estimate for GPUs:
+    compare it between ranks, and not with a clock."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class Plan:
         return sums.reindex(range(self.nranks), fill_value=0)
 
     def imbalance(self, what: str) -> float:
-        """Return the largest rank's share of "bytes", "memory" or "work", divided by the mean share; 1.0 is even."""
+        """Return the largest rank's share of "bytes", "memory" or "work", divided by the mean share. 1.0 is a balanced
+        plan."""
         values = self.ranks[what]
         return float(values.max() / values.mean()) if values.any() else 1.0
 

@@ -48,16 +48,16 @@ class Planner:
     model: nn.Module
     tables: Mapping[str, Table]
     chosen: Mapping[str, str]
-    """Table → strategy, of those that are not left to TorchRec."""
+    """The strategy of each table, except tables that are left to TorchRec."""
     sharders: list[Any]
     optimizers: Mapping[str, str]
-    """Table → optimizer."""
+    """The optimizer of each table."""
     batch_size: int
     memory: int | None
-    """Bytes per rank; None: what is free, but for a reserve."""
+    """The number of bytes per rank. None: the free memory, minus a reserve."""
     device: torch.device
     group: Any
-    """Through which rows are sent; None: the default process group."""
+    """The process group that exchanges the rows. None: the default process group."""
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
         """Make a plan for TorchRec, and one for the user, on rank 0; all ranks get both plans, or the exception."""
@@ -114,7 +114,7 @@ class Planner:
         memory: int,
         left: str,
     ) -> tuple[ShardingPlan, Plan]:
-        """Plan for ranks that may use `memory` bytes each; `left` describes in the error the use of the other free
+        """Plan for ranks that may use `memory` bytes each. `left` is a text for the error: the use of the other free
         bytes."""
         chosen = _Chosen()
         planner = EmbeddingShardingPlanner(
@@ -135,9 +135,9 @@ class Planner:
             largest = max(least, key=lambda name: least[name])
             ways = ", ".join(constraints[largest].sharding_types)
             raise ValueError(
-                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest need is that "
-                f"of table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
-                "batches. Take more ranks, a strategy that splits the table, or more memory_bytes=. TorchRec says: "
+                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest is table "
+                f"{largest!r} ({ways}), which needs {least[largest]:,} bytes on one rank for weights, optimizer state "
+                "and batches. Use more ranks, a strategy that splits the table, or more memory_bytes=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         return plan, self._to_look_at(chosen.options, nranks)
@@ -173,7 +173,7 @@ class Planner:
 def _least_free(device: torch.device, local: int) -> tuple[int, int]:
     """Return the smallest number of free bytes that a rank may use, and the rank that has it.
 
-    All ranks must call it. Ranks that share a GPU divide its memory; so do the `local` ranks of a machine of CPUs.
+    All ranks must call it. Ranks that share a GPU divide its memory, and so do the `local` CPU ranks of a machine.
     """
     if device.type == "cuda":
         # What the allocator holds back for later, of earlier calls and of measurements, is to be had as well.
@@ -189,7 +189,7 @@ def _least_free(device: torch.device, local: int) -> tuple[int, int]:
 
 
 class _Chosen(Stats):
-    """The options of the plan that a planner has made. Callbacks would give them from TorchRec 1.1 on."""
+    """The options of the plan that a planner has made. From TorchRec 1.1 on, callbacks would also give them."""
 
     def __init__(self) -> None:
         self.options: list[Any] = []

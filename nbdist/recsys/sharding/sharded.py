@@ -31,7 +31,7 @@ BLOCK = 64 << 20
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model whose tables are sharded over the ranks, inside a rank.
+    """A model whose tables are sharded over the ranks. `shard` makes it.
 
     Examples:
         >>> import torch
@@ -51,18 +51,19 @@ class Sharded:
     """
 
     model: DistributedModelParallel
-    """Call it like the model that was sharded; on GPUs with what is on the CPU, too. Its other parameters are data
-    parallel."""
+    """The model, which is called like the original model; on GPUs also with data on the CPU. Its parameters outside
+    tables are data parallel."""
     optimizer: TablesOptimizer
-    """`step` it as usual. Fused tables are updated in the backward pass already; it does the others, the copies of
-    data_parallel tables and the model's other parameters, and passes changed learning rates on."""
+    """The optimizer, whose `step` is called as usual. Fused tables are updated in the backward pass already; `step`
+    updates the other tables, the copies of data_parallel tables and the model's other parameters, and applies changed
+    learning rates."""
     plan: Plan
     _template: nn.Module
-    """The model as it was, its parameters on the meta device."""
+    """The original model, with its parameters on the meta device."""
     _fused: bool = True
-    """True where some tables are updated in the backward pass."""
+    """True if some tables are updated in the backward pass."""
     _ahead: InputsAhead | None = None
-    """The sender of the next batch's ids to the ranks that hold their rows, for `fit`; None on a single rank."""
+    """The sender of the next batch's ids to the ranks that store their rows, for `fit`. None on a single rank."""
 
     @torch.no_grad()
     def clip_gradients(self, norm: float) -> float:
@@ -76,7 +77,7 @@ class Sharded:
             The norm before the scaling.
 
         Raises:
-            RuntimeError: Tables are fused, and updated already.
+            RuntimeError: Tables are fused, and were updated already.
 
         Examples:
             >>> import torch
@@ -96,8 +97,9 @@ class Sharded:
         """
         if self._fused:
             raise RuntimeError(
-                "clip_gradients() needs gradients that wait for the step, and tables of this model are updated in the "
-                "backward pass already: use shard(..., fused=False)"
+                "clip_gradients() must know all gradients before tables change, but tables of this model are updated "
+                "in "
+                "the backward pass: use shard(..., fused=False)"
             )
         waiting = self.optimizer.waiting
         square = torch.zeros((), dtype=torch.float64, device=collective_device())
@@ -162,15 +164,16 @@ class Sharded:
         """Load a checkpoint of `save`, on any number of ranks and with any strategies. All ranks must call it.
 
         Args:
-            folder: The folder of `save`.
-            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
-            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
-                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
-                optimizers know nothing of the new ones yet.
+            folder: The folder that `save` has written.
+            optimizer: Whether to load the optimizer's state, too. Learning rates are not part of the state.
+            grow: The tables or parameters that may have more rows here than in the checkpoint. A mapping from the name
+                of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
+                of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
+                optimizer has no state yet.
 
         Raises:
-            ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these strategies; or a
-                table cannot grow so.
+            ValueError: The checkpoint has other tables, the optimizer's state does not fit these strategies, or a table
+                cannot grow in this way.
         """
         dense = _dense(self.optimizer)
         saved = checkpoint.contents(folder)
@@ -208,12 +211,12 @@ class Sharded:
 
 
 def share_buffers(model: DistributedModelParallel, names: Iterable[str]) -> None:
-    """Set the buffers of all ranks to rank 0's, by their names in the model before it was sharded."""
+    """Copy rank 0's buffers to all ranks, by their names in the model before it was sharded."""
     buffers.share([model.module.get_buffer(name) for name in names])
 
 
 def kernels(optimizer: Any) -> Iterator[Any]:
-    """FBGEMM's modules of this rank that store and update tables; the model does not list them."""
+    """Yield FBGEMM's modules of this rank that store and update tables. The model does not list them."""
     for _, inner in getattr(optimizer, "optimizers", ()):
         yield from kernels(inner)
     if hasattr(optimizer, "_emb_module"):
@@ -221,7 +224,7 @@ def kernels(optimizer: Any) -> Iterator[Any]:
 
 
 def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
-    """The step count of the fused Adam and LAMB for their bias correction, which FBGEMM's state lacks."""
+    """Return the step count of the fused Adam and LAMB for their bias correction, which FBGEMM's state lacks."""
     count = torch.tensor(
         max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
     )
@@ -230,7 +233,7 @@ def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
 
 
 def _dense(optimizer: TablesOptimizer) -> list[optimizers.Named]:
-    """The optimizers of the parameters with a copy on every rank: dense layers, data_parallel tables."""
+    """Return the optimizers of the parameters with a copy on every rank: dense layers, data_parallel tables."""
     return [
         (one._optimizer, {parameter: name for name, parameter in one.params.items()}) for one in optimizer.of_copies
     ]
@@ -239,7 +242,7 @@ def _dense(optimizer: TablesOptimizer) -> list[optimizers.Named]:
 def _gather_table(value: Any) -> torch.Tensor | None:
     """Return a sharded table on the CPU of rank 0; None on the other ranks.
 
-    It is sent in blocks: a GPU may not have memory for the whole table in addition to a rank's part.
+    The table is sent in blocks: a GPU may not have memory for the whole table in addition to a rank's part.
     """
     rank, device = dist.get_rank(), collective_device()
     own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}

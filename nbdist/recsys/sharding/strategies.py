@@ -30,7 +30,7 @@ ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table of the model as it was before sharding."""
+    """An embedding table of the original model."""
 
     name: str
     key: str
@@ -41,7 +41,7 @@ class Table:
 
 
 SMALL = 4 << 20
-"""Bytes of a table up to which a copy on every rank costs little."""
+"""The number of bytes of a table up to which a copy on every rank costs little."""
 
 
 def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, str]:
@@ -55,19 +55,19 @@ def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[s
 
 
 def of_each(what: str, given: Mapping[str, T] | T, tables: Mapping[str, Table]) -> dict[str, T]:
-    """Return a value for each table, from one for each or one for all."""
+    """Return a value for each table, given one for each table or one for all."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(tables, given)
     found = by_table(given, tables)
     for name in tables:
         if name not in found:
-            raise ValueError(f"{what} says nothing about table {name!r}: add it, or '*' for all others")
+            raise ValueError(f"{what} has no entry for table {name!r}: add it, or '*' for all others")
     return found
 
 
 def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T]:
-    """Return a value for each table, from names and globs: a name wins over globs, and earlier globs over later
-    ones."""
+    """Return a value for each table, given names and glob patterns. A name takes precedence over patterns, and an
+    earlier pattern over a later one."""
     for pattern in given:
         if not fnmatch.filter(tables, pattern) and pattern not in tables:
             raise ValueError(f"{pattern!r} matches no table; there are {', '.join(tables)}")
@@ -81,7 +81,8 @@ def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T
 
 
 def too_large_to_copy(table: Table, samples: int) -> str:
-    """Return why a table should not be copied on every rank; empty if it may. `samples`: of all ranks in a step."""
+    """Return the reason why a table should not be copied on every rank; empty if it may. `samples` is the number of
+    samples of all ranks in a step."""
     rows, size = table.config.num_embeddings, table.weight.numel() * table.weight.element_size()
     if size <= SMALL or rows <= 4 * samples:
         return ""
@@ -96,15 +97,16 @@ def column_parts(strategy: str, nranks: int, local: int) -> int:
 
     Args:
         strategy: One of `STRATEGIES`.
-        nranks: World size.
-        local: Ranks on this machine.
+        nranks: The number of ranks.
+        local: The number of ranks on this machine.
     """
     # A grid has a block of columns per machine, and is one on a single machine too.
     return {"column_wise": nranks, "table_column_wise": local, "grid_shard": max(2, nranks // local)}.get(strategy, 1)
 
 
 def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int) -> str:
-    """Return why a table cannot be sharded in this way; empty if it can. For the arguments see `column_parts`."""
+    """Return the reason why a table cannot be sharded in this way; empty if it can. For the arguments, see
+    `column_parts`."""
     rows, columns = table.config.num_embeddings, table.config.embedding_dim
     if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_STRATEGIES)}"

@@ -1,4 +1,4 @@
-"""A summary of a model: its parameters with their shapes and bytes, and where ranks have them."""
+"""A summary of a model: its parameters with their shapes, bytes, and places on ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Part:
 
     name: str
     rows: int | None
-    """The rows of a table, on all ranks; None for other parameters."""
+    """The number of rows of a table, on all ranks; None for other parameters."""
     shape: tuple[int, ...]
     bytes: int
-    """Bytes of the numbers, once, without the optimizer's state."""
+    """The number of bytes of the values, counted once, without the optimizer's state."""
     strategy: str
-    """Its place on ranks: a sharding strategy, "copied", "shared" (once in the memory of a machine), or, for a table of
-    raw ids, "row_wise"; empty for a plain module."""
+    """The place of the parameter on ranks: a sharding strategy, "copied", "shared" (once in the memory of a machine),
+    or, for a table of raw ids, "row_wise"; empty for a plain module."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Summary:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Return a row for each parameter, and the fields of `Part` as columns."""
+        """Return a frame with a row for each parameter, and the fields of `Part` as columns."""
         import pandas as pd
 
         return pd.DataFrame([vars(part) for part in self.parts], columns=list(_HEAD))
@@ -101,13 +101,13 @@ class Summary:
 
 
 def summary(model: nn.Module | Replicated | Sharded) -> Summary:
-    """Return the parameters of a model, with shapes, bytes, rows of tables, and where ranks have them.
+    """Return the parameters of a model, with shapes, bytes, rows of tables, and their places on ranks.
 
     Args:
-        model: A module; or, on all ranks, what `shard` or `replicate` returned.
+        model: A module; or, on all ranks, the result of `shard` or `replicate`.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is something else.
 
     Examples:
         >>> import torch
@@ -129,7 +129,7 @@ def summary(model: nn.Module | Replicated | Sharded) -> Summary:
     plan = getattr(model, "plan", None)
     if plan is None:
         raise TypeError(
-            f"`model` must be a module, or what shard() or replicate() returned, got {type(model).__name__}"
+            f"`model` must be a module, or the result of shard() or replicate(), got {type(model).__name__}"
         )
     template = model._template
     apart = {
@@ -157,7 +157,7 @@ def _summary(module: nn.Module, apart: Mapping[str, str], others: str) -> Summar
 
 
 def _rows(table: RawTable) -> int:
-    """Return the rows of a table of raw ids on all ranks."""
+    """Return the number of rows of a table of raw ids on all ranks."""
     size = table.rows.map.size
     if table.look_ups is None:
         return size

@@ -22,11 +22,11 @@ from .snapshots import Snapshots
 
 
 def check_model(model: Any) -> None:
-    """Raise an error unless this is a rank, and the model can be trained."""
+    """Raise an error unless this process is a rank, and the model can be trained."""
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
     if isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be what shard() or replicate() returns, got {type(model).__name__}")
+        raise TypeError(f"`model` must be the result of shard() or replicate(), got {type(model).__name__}")
 
 
 def check_options(
@@ -37,7 +37,7 @@ def check_options(
     check: str | None,
     schedule: Schedule | None,
 ) -> None:
-    """Raise an error unless the options of the steps suit the model."""
+    """Raise an error unless the options of the steps fit the model."""
     if schedule is not None and not callable(schedule):
         raise TypeError(
             f"`schedule` must be a function from step to a factor of the learning rates, got {schedule!r}: the rates "
@@ -51,8 +51,9 @@ def check_options(
     if model._fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
         what = "max_grad_norm=" if max_grad_norm is not None else "gradient_accumulation_steps="
         raise ValueError(
-            f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
-            "already: use shard(..., fused=False)"
+            f"{what} must know all gradients before tables change, but tables of this model are updated in the "
+            "backward "
+            "pass: use shard(..., fused=False)"
         )
     if precision == "fp16" and not isinstance(model, Replicated):
         raise ValueError(
@@ -69,15 +70,15 @@ def check_options(
 def evaluation_of(
     goal: Objective, valid: Loader | None, metrics: Mapping[str, Any] | None, patience: int | None
 ) -> Evaluation:
-    """Return the evaluations; without `metrics`, for each task the metrics of click models.
+    """Return the evaluations. Without `metrics`, they have the metrics of click models for each task.
 
     Raises:
-        ValueError: There are no metrics for a loss of the user's, or metrics of a task without a loss.
+        ValueError: A loss function of the user is given without metrics, or a task has metrics but no loss.
     """
     default = metrics is None
     if metrics is None:
         if valid is not None and any(one is not log_loss for one in goal.losses.values()):
-            raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
+            raise ValueError('a loss of your own needs metrics, such as metrics={"rmse": RMSE()}')
         found = {task: {"valid_loss": LogLoss(logits=True), "auc": AUC()} for task in goal.losses}
         metrics = found.get(ONLY, found)
     flat, tasks = by_task(metrics)
@@ -89,7 +90,7 @@ def evaluation_of(
 
 
 def sends_ahead(model: Parallel, train: Loader, pipelined: bool | None) -> bool:
-    """Return whether the ids of the next batch are sent during the backward pass of this one."""
+    """Return whether the ids of the next batch are sent during the backward pass of the current batch."""
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
     return pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
@@ -119,7 +120,7 @@ def check_run(
         raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
     for name in ("patience", "eval_every"):
         if counts[name] is not None and (valid is None or not metrics):
-            raise ValueError(f"`{name}` needs `valid` and a metric to go by")
+            raise ValueError(f"`{name}` needs `valid` and a metric")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
         raise ValueError(
             f"keep_best must be one of the metrics, {', '.join(metrics)}, and valid= must be given, "
@@ -129,18 +130,19 @@ def check_run(
     for option, chosen in (("keep_best", snapshots and snapshots.keep_best), ("patience", by_patience)):
         if chosen and metrics[chosen].higher_is_better is None:
             raise ValueError(
-                f"{option}= goes by {chosen!r}, and {type(metrics[chosen]).__name__} does not say whether more of it "
-                "is better: set higher_is_better of its class to True or False"
+                f"{option}= uses {chosen!r}, and {type(metrics[chosen]).__name__} does not define whether larger "
+                "values "
+                "are better: set higher_is_better of its class to True or False"
             )
 
 
 def check_steps(loader: Loader) -> None:
-    """Raise `ValueError` if ranks have loaders of their own with different numbers of steps: they would wait for
-    ever."""
+    """Raise `ValueError` if the loaders of the ranks have different numbers of steps, with which ranks would wait
+    forever."""
     lengths = ranks.all_gather(len(loader))
     for rank, length in enumerate(lengths):
         if length != lengths[0]:
             raise ValueError(
                 f"the loader of rank 0 has {lengths[0]} steps and that of rank {rank} has {length}: with unequal parts "
-                "ranks would wait for one another for ever. Let one loader divide all rows, or make the parts equal"
+                "ranks would wait for one another forever. Let one loader divide all rows, or make the parts equal"
             )

@@ -1,4 +1,4 @@
-"""The loss of a batch, with errors for shapes that would be broadcast and numbers that are not finite."""
+"""The loss of a batch, with errors for shapes that would be broadcast and for numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 def batch_loss(
     loss: Callable[..., Tensor], predictions: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the loss of a batch; 0 without predictions, as from SASRec for histories of one item.
+    """Return the loss of a batch. It is 0 without predictions, for example of SASRec for histories of one item.
 
     Raises:
-        ValueError: Predictions and targets have equally many numbers but different shapes, or the loss is not one
-            number.
+        ValueError: Predictions and targets have the same number of elements but different shapes, or the loss is not
+            one number.
     """
     if not predictions.numel():
         return predictions.sum()
@@ -36,7 +36,7 @@ def batch_loss(
 
 
 def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor, task: str = "") -> ValueError:
-    """Make the error for a loss that is not finite, with the first row that explains it."""
+    """Return the error for a loss that is not finite, with the first row that explains it."""
     of = f" of task {task!r}" if task else ""
     for what, values in (("target", targets), ("prediction", predictions)):
         wrong = values.isnan() | (values == torch.inf)  # a logit of -inf is one that is left out
@@ -53,7 +53,7 @@ def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor, task:
 
 
 def not_finite_since(step: int) -> ValueError:
-    """Make the error for a sum of losses that is not finite, over the steps up to one."""
+    """Return the error for a sum of losses, over some steps up to the given one, that is not finite."""
     return ValueError(
         f"the loss of a step up to step {step} is not finite: a feature, a target or a weight is NaN or infinite, and "
         "so may the weights be by now. On CPUs, fit() stops before that step and names the row"

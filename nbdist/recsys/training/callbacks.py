@@ -1,4 +1,4 @@
-"""Code of the user's that `fit` calls while it trains: four hooks."""
+"""Callbacks: four methods of the user that `fit` calls during a training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .history import History, Record
 
 
 class Callback:
-    """Code that `fit(callbacks=...)` calls, on every rank. Override any of the four methods.
+    """The base class of objects for `fit(callbacks=...)`, whose methods are called on every rank. Override any of the
+    four methods.
 
-    An exception in one of them ends the training, as one in `predict` does.
+    An exception in a method ends the training, like an exception in `predict`.
 
     Examples:
         >>> import torch
@@ -36,35 +37,36 @@ class Callback:
     """
 
     def on_start(self, model: Parallel, history: History) -> None:
-        """Do something before the first step, and after a snapshot was loaded.
+        """Act before the first step, after a snapshot was loaded.
 
         Args:
             model: The model that is trained.
-            history: The records of the run; there are some where it is resumed.
+            history: The records of the run; not empty if the run is resumed.
         """
 
     def on_step(self, step: int) -> None:
-        """Do something after a step, which is the `step`-th of the run.
+        """Act after each step; `step` is its number in the run.
 
-        Overridden, it prevents `captured` steps.
+        A class with this method prevents `captured` steps.
         """
 
     def on_record(self, record: Record) -> bool | None:
-        """Do something with a new record of the history; return True to stop the training. Rank 0's answer counts."""
+        """Act on each new record of the history. If the method returns True on rank 0, the training stops."""
         return None
 
     def on_end(self, history: History) -> None:
-        """Do something after the last step; not after an exception."""
+        """Act after the last step, but not after an exception."""
 
 
 class Hooks:
     """The callbacks of a run.
 
     Args:
-        callbacks: On this rank, in the order in which they are called; as many on all ranks.
+        callbacks: The callbacks of this rank, in the order in which they are called. All ranks must have the same
+            number.
 
     Raises:
-        TypeError: Something else is among them.
+        TypeError: An object is not a callback.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
@@ -76,7 +78,7 @@ class Hooks:
 
     @property
     def each_step(self) -> bool:
-        """True if some want to be called after each step."""
+        """True if a callback has `on_step`."""
         return any(type(one).on_step is not Callback.on_step for one in self._callbacks)
 
     def start(self, model: Parallel, history: History) -> None:
@@ -90,7 +92,7 @@ class Hooks:
             one.on_step(step)
 
     def record(self, record: Record) -> bool:
-        """Call `on_record`; return whether one of them stops the training. All ranks must call it."""
+        """Call `on_record`; return whether a callback stops the training. All ranks must call it."""
         answers = [bool(one.on_record(record)) for one in self._callbacks]
         return ranks.on_rank_0(lambda: any(answers))
 

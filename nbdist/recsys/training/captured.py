@@ -1,8 +1,8 @@
-"""Training steps as CUDA graphs, which are recorded once and replayed: no Python runs, and the GPU never waits.
+"""Training steps as CUDA graphs, which are recorded once and replayed: no Python code runs, and the GPU never waits.
 
-A graph contains one step, or several. Before it is replayed, the rows of its batches, in the epoch's order, and its
-learning rates are copied to its inputs. All other data stay in their places: columns, weights, state of the optimizer,
-sum of the losses.
+A graph contains one step, or several. Before it is replayed, the rows of its batches, in the epoch's order, and the
+learning rates are copied to its inputs. All other data stay in place: columns, weights, state of the optimizer, sum of
+the losses.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..parallel.replicated import Replicated
 from .run import Run
 
 UNROLLED = 16
-"""Steps of the longer graph."""
+"""The number of steps in the longer graph."""
 WORTH = 100
-"""Steps of a run, from which on it is worth recording."""
+"""The number of steps of a run from which on recording is worthwhile."""
 _AHEAD = 3
-"""Replays of graphs that the GPU has not finished, at most: so that it can be stopped."""
+"""The largest number of replays that the GPU has not finished, so that the run can be stopped."""
 
 
 def no_gpu() -> str:
@@ -41,8 +41,8 @@ def no_gpu() -> str:
 
 
 def hindrance(run: Run) -> str:
-    """Return the reason why the steps of a run cannot be recorded, if it is known before the first step; otherwise
-    empty."""
+    """Return the reason why the steps of a run cannot be recorded, as far as it is known before the first step;
+    otherwise empty."""
     train, model = run.train, run.model
     if why := no_gpu():
         return why
@@ -72,11 +72,12 @@ def hindrance(run: Run) -> str:
 
 
 def capturing(run: Run, captured: bool | None, steps: int, scheduled: bool) -> CapturedSteps | None:
-    """Return an object that records the steps of a run and replays them, if that is wanted and possible.
+    """Return an object that records the steps of a run and replays them, or None if this is not wanted or not possible.
 
     Args:
         run: The run.
-        captured: The option of `fit`: False never records, True requires it, None records longer runs if possible.
+        captured: The option of `fit`: False never records, True requires recording, None records longer runs if
+            possible.
         steps: The number of remaining steps.
         scheduled: Whether learning rates change.
 
@@ -104,7 +105,8 @@ class Recorder:
         self._unfinished: list[torch.cuda.Event] = []
 
     def rehearse(self, work: Callable[[], None]) -> str:
-        """Do some work once, as it will be recorded, and return where it made the host wait; empty if it did not."""
+        """Do the work of a recording once, without recording it. Return the place where the host had to wait; empty if
+        there was none."""
         current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)
         with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self._stream):
@@ -119,7 +121,7 @@ class Recorder:
         return f"{Path(waits[0].filename).name}, line {waits[0].lineno}, waits for the GPU" if waits else ""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work without doing it; return a function that does it."""
+        """Record work without doing it. Return a function that does it."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # what it frees may not be freed meanwhile
         try:
@@ -141,18 +143,19 @@ class Recorder:
 
 
 class CapturedSteps:
-    """The steps of a run for which `hindrance` returns nothing.
+    """The steps of a run for which `hindrance` returns an empty text.
 
     Args:
         run: The run.
-        scheduled: Whether its learning rates change.
-        demanded: Whether it is an error if they cannot be recorded after all.
+        scheduled: Whether the run's learning rates change.
+        demanded: Whether to raise an error if the steps cannot be recorded.
     """
 
     def __init__(self, run: Run, scheduled: bool, demanded: bool) -> None:
         self._run, self._scheduled, self._demanded = run, scheduled, demanded
         self.refused = ""
-        """Why the steps cannot be recorded after all; then they have to be taken otherwise."""
+        """The reason why the steps cannot be recorded, found after the first steps. Then they must be made one by
+        one."""
         self._trained = [one for group in run.model.optimizer.param_groups for one in group["params"]]
         self._device_steps: DeviceSteps | None = None
         self._recorder: Recorder | None = None
@@ -162,7 +165,7 @@ class CapturedSteps:
         self._uncounted = 0
 
     def train(self, until: int) -> None:
-        """Train some steps: at least one unless they are `refused`, and none beyond step `until`."""
+        """Train some steps: at least one unless `refused` has a reason, and none after step `until`."""
         run = self._run
         if self._window is None and not self._begin_epoch():
             return
@@ -187,7 +190,7 @@ class CapturedSteps:
         self.settle()
 
     def settle(self) -> None:
-        """Add the steps that were replayed to the optimizer's counts of steps."""
+        """Add the replayed steps to the optimizer's counts of steps."""
         if self._device_steps is not None:
             self._device_steps.count(self._uncounted)
         self._uncounted = 0
@@ -199,7 +202,7 @@ class CapturedSteps:
         self.refused = why
 
     def _begin_epoch(self) -> bool:
-        """Put the epoch's rows on the GPU, if they fit."""
+        """Copy the epoch's rows to the GPU, if they fit."""
         run = self._run
         run.train.load_state_dict(run.train.state_dict())  # it goes on where it is
         window = run.train._epoch_on_device()
@@ -223,7 +226,7 @@ class CapturedSteps:
         return self._window.order[low - self._window.start : high - self._window.start]
 
     def _train_alone(self, number: int) -> None:
-        """Make one step like the run, by the optimizer itself."""
+        """Make one step without a graph, by the optimizer itself."""
         assert self._window is not None
         self.settle()
         run = self._run
@@ -238,7 +241,7 @@ class CapturedSteps:
             self._device_steps = DeviceSteps(run.model.optimizer, sparse)
 
     def _rehearse(self, number: int) -> None:
-        """Make one step as it will be recorded, and refuse if that is not possible."""
+        """Make one step in the form in which it will be recorded, and note the reason if that is not possible."""
         run, recorder = self._run, Recorder()
         rows = self._rows(number, 1)
         device = rows.device
@@ -284,7 +287,7 @@ class CapturedSteps:
         self._took(count)
 
     def _steps(self, count: int) -> None:
-        """Make `count` steps: this is recorded."""
+        """Make `count` steps. This function is recorded."""
         assert self._window is not None and self._device_steps is not None
         run = self._run
         size = run.train.batch_size

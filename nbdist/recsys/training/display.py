@@ -1,4 +1,4 @@
-"""The display of a run: in a notebook a table and a plot that grow, elsewhere lines of text."""
+"""The display of a run: a table and a plot that grow in a notebook, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ...replay.target import is_replay
 from .history import History, cells, failures, head, text_row
 
 _PART = 0.05
-"""The part of the time that drawing may take: a plot takes as long as many steps, and the other ranks wait for rank
+"""The largest share of the time for drawing: a plot takes as long as many steps, and the other ranks wait for rank
 0."""
 
 
 def shown(history: History, total: int, metrics: Sequence[str], progress: bool, note: str) -> RunDisplay | None:
-    """Return a display with a note, on rank 0; None if nothing is to be shown, as when a recorded step runs again."""
+    """Return a display with a note, on rank 0. None: nothing is displayed, for example when a recorded step runs
+    again."""
     if not progress or dist.get_rank() != 0 or is_replay():
         return None
     display = RunDisplay(history, total, metrics)
@@ -33,9 +34,9 @@ class RunDisplay:
     """The display of one run, on rank 0.
 
     Args:
-        history: The history to show; call `update` after it has grown.
-        total: Steps of the run.
-        metrics: Names of metrics, which at least some records have.
+        history: The history to show. Call `update` after it has grown.
+        total: The number of steps of the run.
+        metrics: The names of the metrics that at least some records have.
     """
 
     def __init__(self, history: History, total: int, metrics: Sequence[str]) -> None:
@@ -60,7 +61,7 @@ class RunDisplay:
             self._table.update(self)
 
     def progress(self, step: int, first: int) -> None:
-        """Show the progress of the run, at most once a second, and in a notebook only. The run began at step
+        """Show the progress of the run, at most once a second, and only in a notebook. The run began at step
         `first`."""
         now = time.monotonic()
         if self._table is None or now - self._noted < 1.0:
@@ -81,7 +82,7 @@ class RunDisplay:
         print("\n".join([text_row(cells(self._history[-1], self._metrics)), *failures(self._history[-1])]), flush=True)
 
     def close(self, text: str) -> None:
-        """Show the end of the run, with everything drawn."""
+        """Show the end of the run, and draw everything."""
         self.note(text)
         if self._table is not None:
             self._draw(True)

@@ -1,4 +1,4 @@
-"""Predictions of a model for batches, and metrics of them over all ranks."""
+"""Predictions of a model for batches, and metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _Found: TypeAlias = (
     "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor]"
 )
 Predict: TypeAlias = Callable[[nn.Module, Any], "_Found | Mapping[str, _Found]"]
-"""Model and batch → predictions, such as logits of shape (rows,), and targets; for metrics of ranked rows such as
-`NDCG`, whose rows they are: integers, shape (rows,), such as the users; and fourth, for metrics with weights, the
-weight of each row. With several tasks, a dict from task to these."""
+"""A function of a model and a batch. It returns predictions, such as logits of shape (rows,), and targets. A third
+result, for metrics of ranked rows such as `NDCG`, is the group of each row, such as its user: integers, shape (rows,).
+A fourth result, for metrics with weights, is the weight of each row. For several tasks, it returns a dict from task to
+these."""
 
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
@@ -51,7 +52,7 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
 
 
 def check_precision(precision: str | None) -> None:
-    """Raise `ValueError` for anything but a `Precision`, and for bf16 on a GPU without hardware for it."""
+    """Raise `ValueError` for a value that is not a `Precision`, and for bf16 on a GPU without hardware for it."""
     if precision not in (None, "fp32", *_AUTOCAST):
         raise ValueError(f'`precision` must be "bf16", "fp16", "fp32" or None, got {precision!r}')
     if precision != "bf16" or collective_device().type != "cuda":
@@ -72,31 +73,32 @@ def evaluate(
     sample_weight: str | Mapping[str, str] | None = None,
     precision: Precision | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of a model over all rows of a loader, on all ranks, in evaluation mode.
+    """Return the metrics of a model over all rows of a loader, on all ranks. The model is in evaluation mode.
 
     Each row counts once, even if the loader repeats some (``remainder="pad"``).
 
-    All ranks must call it, and get the same numbers.
+    All ranks must call it, and all get the same numbers.
 
     Args:
-        model: The result of `shard` or `replicate`, as for `fit`; or a module, which is called as it is.
-        predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
-            and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users. Fourth, after the users or
-            None, it may return the weights of the rows. With several tasks: a dict from task to these.
-        loader: The rows, on the device that the model is on; each rank has its share.
-        metrics: Name → metric. They are moved to the rank's device and reset before. With several tasks: task → these.
-        sample_weight: A column of the batch with the weight of each row, or with booleans that choose rows; or task →
-            column. None: each row counts once, or as `predict` says.
-        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16. "fp32" or None: without
+        model: The result of `shard` or `replicate`, as for `fit`; or a plain module.
+        predict: A function of the model and a batch. It returns predictions (converted to float32 for the metrics) and
+            targets; for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) also the users; and, after the
+            users or None, optionally the weights of the rows. For several tasks, it returns a dict from task to these.
+        loader: The loader of the rows, on the model's device. Each rank has its share.
+        metrics: The metrics, by name. They are moved to the rank's device and reset first. For several tasks: a dict
+            from task to metrics by name.
+        sample_weight: The name of a column with the weight of each row, or with booleans that select rows; or a dict
+            from task to column. None: each row counts once, or by the weights that `predict` returns.
+        precision: "bf16" or "fp16": `predict` runs under autocast to bfloat16 or float16. "fp32" or None: without
             autocast.
 
     Returns:
-        Name → value; with several tasks, the names are "task/name".
+        The values, by the name of the metric; for several tasks, by "task/name".
 
     Raises:
-        ValueError: Outside a process group; for another `precision`, or "bf16" where the GPU has none; for predictions
-            that are NaN, or that a metric refuses; and where a metric cannot be computed of such rows, such as an AUC
-            where all labels are the same.
+        ValueError: The process is in no process group; `precision` is invalid, or "bf16" on a GPU without it;
+            predictions are NaN, or a metric refuses them; or a metric cannot be computed for the rows, such as an AUC
+            if all labels are equal.
 
     Examples:
         >>> import torch
@@ -134,16 +136,16 @@ def measure(
     tasks: Mapping[str, str],
     columns: Mapping[str, str],
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Evaluate like `evaluate`, with NaN for metrics that cannot be computed, and the reasons.
+    """Evaluate like `evaluate`, but return NaN for metrics that cannot be computed, and the reasons.
 
     Args:
         model: The module.
-        predict: See `evaluate`.
-        loader: The rows.
-        metrics: Name → metric.
-        precision: See `evaluate`.
-        tasks: Name → the task of the metric.
-        columns: Task → column of weights.
+        predict: As for `evaluate`.
+        loader: The loader of the rows.
+        metrics: The metrics, by name.
+        precision: As for `evaluate`.
+        tasks: The task of each metric, by the metric's name.
+        columns: The column of weights of each task.
     """
     was_training = model.training
     model.eval()
@@ -186,7 +188,7 @@ def measure(
 
 
 def _check_numbers(predictions: Tensor) -> None:
-    """Raise `ValueError` for predictions that are NaN, for metrics that are not ours."""
+    """Raise `ValueError` for predictions that are NaN, for metrics of other libraries that do not check this."""
     missing = predictions.isnan()
     if missing.any():
         raise ValueError(
@@ -202,8 +204,9 @@ def _update(
     if isinstance(metric, (Grouped, RetrievalMetric)):
         if users is None:
             raise TypeError(
-                f"{name}: {type(metric).__name__} ranks the rows of each user: predict has to return who they "
-                "are, too: predictions, targets, users"
+                f"{name}: {type(metric).__name__} ranks the rows of each user, so `predict` must also return the "
+                "users: "
+                "predictions, targets, users"
             )
         rows.append(users)
     if weights and not isinstance(metric, (Grouped, AUC, LogLoss, RMSE)):
@@ -214,8 +217,8 @@ def _update(
 def predicted(
     model: nn.Module, predict: Predict, batch: Any, precision: Precision | None
 ) -> dict[str, tuple[Any, ...]]:
-    """Return for each task predictions, in single precision, and targets of a batch; and users and weights, if
-    `predict` returns them. Without named tasks, the only one is called `ONLY`."""
+    """Return the predictions of each task, in single precision, and the targets of a batch; and users and weights, if
+    `predict` returns them. If tasks have no names, the only one has the name `ONLY`."""
     half = _AUTOCAST.get(precision or "fp32")
     with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
         try:
@@ -229,10 +232,10 @@ def predicted(
 
 
 def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Any, ...]:
-    """Return what `predicted` has of a model with one task.
+    """Return the part of the result of `predicted` for a model with one task.
 
     Raises:
-        ValueError: There are named tasks.
+        ValueError: The tasks have names.
     """
     found = predicted(model, predict, batch, precision)
     if list(found) != [ONLY]:

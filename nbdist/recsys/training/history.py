@@ -16,7 +16,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Record:
-    """A line of the table: the training since the previous line, and the validation that followed.
+    """A row of the table: the training since the previous record, and the evaluation after it.
 
     Examples:
         >>> import torch
@@ -40,18 +40,18 @@ class Record:
     """
 
     step: int
-    """Steps done by then."""
+    """The number of steps so far."""
     epoch: float
     loss: float
-    """The mean over the rows trained on since the last record, on all ranks."""
+    """The mean loss over the rows that all ranks trained on since the last record."""
     metrics: dict[str, float]
-    """Over the whole validation set; empty without one, and where none was evaluated."""
+    """The metrics over the whole validation set; empty if there was no evaluation."""
     rates: list[float]
-    """Learning rates of the last step: each different one that the rank's optimizer has, the largest first."""
+    """The learning rates of the last step: each different rate in the rank's optimizer, the largest first."""
     rows_per_second: float
-    """Rows per second of all ranks together, without the time for validation and snapshots."""
+    """The number of rows per second of all ranks together, not counting the time for evaluations and snapshots."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Metric that could not be computed → why; its value is NaN."""
+    """For each metric that could not be computed, whose value is NaN, the reason."""
 
 
 class History:
@@ -102,14 +102,15 @@ class History:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Return a row for each record, a column for each number; `lr_2` is the second of several learning rates."""
+        """Return a frame with a row for each record and a column for each number. `lr_2` is the second of several
+        learning rates."""
         import pandas as pd
 
         return pd.DataFrame([numbers(record) for record in self.records])
 
     def plot(self) -> Figure:
-        """Draw loss, each metric, learning rates and rows/s over the steps; metrics called ``..._loss`` are in one
-        plot."""
+        """Plot the loss, each metric, the learning rates and the rows per second over the steps. Metrics with names
+        like ``..._loss`` share a plot."""
         from matplotlib.figure import Figure  # not pyplot: it would show the figure once more at the end of the cell
 
         steps = [record.step for record in self.records]

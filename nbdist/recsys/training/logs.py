@@ -18,11 +18,11 @@ from .callbacks import Callback
 from .history import History, Record, numbers
 
 Logs: TypeAlias = str | Mapping[str, Any]
-"""The name of a log; or name → where it goes: a path, or a dict of options for the library."""
+"""The name of a log, or a dict from name to target: a path, or a dict of options for the library."""
 
 
 class _Sink(Protocol):
-    """The interface of a log that is open."""
+    """The interface of an open log."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of a record."""
@@ -32,7 +32,7 @@ class _Sink(Protocol):
 
 
 class _JsonLines:
-    """A file with a JSON object for each record; numbers that JSON does not have are null."""
+    """A file with a JSON object for each record. Numbers that JSON lacks, such as NaN, become null."""
 
     def __init__(self, step: int, path: str | os.PathLike[str] = "history.jsonl") -> None:
         file = Path(path)
@@ -55,7 +55,7 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """A folder that TensorBoard reads; without a path, torch's choice, in `runs`."""
+    """A folder for TensorBoard; without a path, torch's default, a new folder in `runs`."""
 
     def __init__(self, step: int, path: str | os.PathLike[str] | None = None, **options: Any) -> None:
         _require("tensorboard", "tensorboard")
@@ -74,7 +74,7 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """MLflow's active run; or one of the log's own, with the options of `mlflow.start_run`."""
+    """MLflow's active run; or a new run, with the options of `mlflow.start_run`."""
 
     def __init__(self, step: int, **options: Any) -> None:
         self._mlflow = _require("mlflow", "mlflow")
@@ -91,7 +91,7 @@ class _MLflow:
 
 
 class _Wandb:
-    """The active run of Weights & Biases; or one of the log's own, with the options of `wandb.init`."""
+    """The active run of Weights & Biases; or a new run, with the options of `wandb.init`."""
 
     def __init__(self, step: int, **options: Any) -> None:
         wandb = _require("wandb", "wandb")
@@ -116,12 +116,12 @@ _WITH_PATH = ("json_lines", "tensorboard")
 
 
 def check_logs(log: Logs | None) -> dict[str, Any]:
-    """Return name → where it goes, of the option `log` of `fit`.
+    """Return the targets, by the name of the log, from the option `log` of `fit`.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: There is no such log.
-        ImportError: Its library is not installed.
+        TypeError: The option is something else.
+        ValueError: There is no log with this name.
+        ImportError: The library of the log is not installed.
     """
     if log is None:
         return {}
@@ -141,8 +141,8 @@ def check_logs(log: Logs | None) -> dict[str, Any]:
 
 
 def logging_of(log: Logs | None) -> Logging:
-    """Check the option `log` on all ranks, as `check_logs`, and return the logs of this rank: rank 0 has them, unless
-    a recorded step runs again."""
+    """Check the option `log` on all ranks like `check_logs`, and return the logs of this rank. Only rank 0 has any, and
+    none while a recorded step runs again."""
     logs = check_logs(log)
     return Logging(logs if dist.get_rank() == 0 and not is_replay() else {})
 
@@ -151,14 +151,14 @@ class Logging(Callback):
     """The logs of a run, which rank 0 writes.
 
     Args:
-        logs: What `check_logs` returned.
+        logs: The result of `check_logs`.
     """
 
     def __init__(self, logs: Mapping[str, Any]) -> None:
         self._logs, self._sinks = logs, list[_Sink]()
 
     def on_start(self, model: Any, history: History) -> None:
-        """Open the logs; what a resumed run had written after its snapshot is written again."""
+        """Open the logs. Records that a resumed run had written after its snapshot are written again."""
         step = history[-1].step if len(history) else 0
         for name, where in self._logs.items():
             options = dict(where) if isinstance(where, Mapping) else {} if where is None else {"path": where}

@@ -1,4 +1,5 @@
-"""The loop over the steps of a run: what is due after a step is recorded, evaluated, saved and shown."""
+"""The loop over the steps of a run, with the work that is due between steps: records, evaluations, snapshots,
+display."""
 
 from __future__ import annotations
 
@@ -26,18 +27,18 @@ from .snapshots import Snapshots
 
 @dataclass(frozen=True)
 class Due:
-    """The steps of a run after which other work than training is due."""
+    """The steps of a run after which work other than training is due."""
 
     total: int
-    """The last step."""
+    """The number of the last step."""
     log_every: int
     eval_every: int
     save_every: int | None
-    """The distance of snapshots; None: none are taken."""
+    """The number of steps between two snapshots. None: no snapshots are taken."""
 
     @classmethod
     def of(cls, run: Run, counts: Mapping[str, int | None], snapshots: Snapshots | None) -> Due:
-        """Return when work is due by the arguments of `fit`, which `counts` has by name."""
+        """Return the due steps from the arguments of `fit`, which are in `counts` by name."""
         steps = counts["steps"]
         log_every = counts["log_every"] or run.steps_an_epoch
         eval_every = counts["eval_every"] or log_every
@@ -55,17 +56,17 @@ class Due:
         return self.save_every is not None and (step % self.save_every == 0 or step == self.total)
 
     def next(self, step: int) -> int:
-        """Return the next step after which anything is due."""
+        """Return the next step after which any work is due."""
         each = [self.log_every, self.eval_every, *([self.save_every] if self.save_every else [])]
         return min(self.total, *(step - step % every + every for every in each))
 
 
 class Loop:
-    """The steps of a run that are left.
+    """The remaining steps of a run.
 
     Args:
         run: The run, restored.
-        due: When it is recorded, evaluated and saved.
+        due: The steps after which to record, evaluate and save.
         evaluation: The evaluations.
         hooks: The callbacks.
         snapshots: The folder of snapshots; None: no snapshots are taken.
@@ -90,11 +91,11 @@ class Loop:
         self._warned = self._saved = False  # a machine will be taken away: a snapshot is due; it has been written
 
     def train(self, rates: LambdaLR, capture: CapturedSteps | None) -> None:
-        """Take the steps, and after each the records, evaluations and snapshots that are due.
+        """Make the steps, and after each the records, evaluations and snapshots that are due.
 
         Args:
             rates: The schedule of the learning rates.
-            capture: Steps as CUDA graphs; None: each step is taken by itself.
+            capture: The steps as CUDA graphs. None: steps are made one by one.
         """
         run, display = self._run, self._display
         self._hooks.start(run.model, run.history)
@@ -123,7 +124,7 @@ class Loop:
     def _advance(
         self, groups: Generator[list[tuple[int, Any]], None, None], capture: CapturedSteps | None
     ) -> CapturedSteps | None:
-        """Take one step, or capture several; return None once steps cannot be captured."""
+        """Make one step, or several captured ones. Return None once steps cannot be captured."""
         run = self._run
         if self._recorded is not None:
             self._recorded.before_step()
@@ -137,7 +138,7 @@ class Loop:
         return None
 
     def _step(self, groups: Generator[list[tuple[int, Any]], None, None]) -> None:
-        """Take one step, and send the ids of the next one ahead unless the loader's position is needed before it."""
+        """Make one step. Send the ids of the next batch ahead, unless the loader's position is needed before that."""
         run, after = self._run, self._run.step + 1
         group = self._upcoming or next(groups)
         pauses = self._due.evaluation(after) or self._due.snapshot(after)
@@ -159,7 +160,7 @@ class Loop:
             self._saved, self._warned = self._saved or self._warned, False
 
     def _record(self) -> bool:
-        """Add the records that are due after the last step to the history; return whether the run is to stop."""
+        """Add the record that is due after the last step to the history; return whether the run must stop."""
         run, snapshots, evaluation = self._run, self._snapshots, self._evaluation
         evaluated, ended = self._due.evaluation(run.step), False
         if not run.recorded and self._due.record(run.step):
@@ -186,7 +187,8 @@ def _step_rates(rates: LambdaLR) -> None:
 
 
 def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
-    """Yield the batches of each step from where the loader is, epoch after epoch, each with its number in the epoch."""
+    """Yield the batches of each step from the loader's position on, epoch after epoch, each with its number in the
+    epoch."""
     loader = run.train
     state = loader.state_dict()
     loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin again
@@ -206,7 +208,7 @@ def _improved(history: History, metrics: Mapping[str, Metric], name: str) -> boo
 
 
 def _the_higher(history: History, metrics: Mapping[str, Metric], name: str) -> list[float]:
-    """Return a metric over the evaluations, with the sign such that more is better."""
+    """Return the values of a metric over the evaluations, with the sign for which larger is better."""
     values = [value if metrics[name].higher_is_better else -value for value in history.values(name)]
     return [-math.inf if math.isnan(value) else value for value in values]  # what is no number is no improvement
 

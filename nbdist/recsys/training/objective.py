@@ -17,20 +17,20 @@ from ..loader.base import Loader
 from .batch_loss import batch_loss, not_finite
 
 Loss: TypeAlias = Callable[..., Tensor]
-"""Predictions (float32) and targets → the mean over the rows; with weights that are numbers, these are a third
-argument."""
+"""A function of predictions (float32) and targets that returns the mean loss over the rows. If there are numeric
+weights, they are its third argument."""
 
 ONLY = ""
-"""The task of a model that has no names for tasks."""
+"""The name of the task of a model whose tasks have no names."""
 
 
 def log_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the mean negative log likelihood of labels, by the weights of the rows.
+    """Return the mean negative log likelihood of labels, weighted by the weights of the rows.
 
     Args:
-        logits: Shape (rows,).
-        labels: 0 or 1, or between them, of any dtype; shape (rows,).
-        weights: Numbers above 0. None: 1 for each row.
+        logits: The logits, shape (rows,).
+        labels: The labels, 0 or 1, or between them, of any dtype; shape (rows,).
+        weights: The weights of the rows, above 0. None: 1 for each row.
 
     Raises:
         ValueError: On a CPU, a label is below 0 or above 1: the loss would have no minimum.
@@ -61,9 +61,9 @@ class Objective:
     """The loss of each task, and the columns with the weights of rows."""
 
     losses: Mapping[str, Loss]
-    """Task → loss; one called `ONLY` where there are no names."""
+    """The loss function of each task. Its name is `ONLY` if tasks have no names."""
     columns: Mapping[str, str]
-    """Task → the column of a batch with the weights of its rows, for those that have one."""
+    """For each task that has weights, the column of a batch with the weights of the rows."""
 
     @property
     def simple(self) -> bool:
@@ -71,7 +71,7 @@ class Objective:
         return list(self.losses) == [ONLY] and not self.columns
 
     def weights(self, batches: Sequence[tuple[int, Any]], sizes: Sequence[int], device: torch.device) -> Tensor | None:
-        """Return for each task the sum of the weights of the rows of all ranks in a step, float64; None for one task
+        """Return, for each task, the sum of the weights of all ranks' rows in a step, float64; None for one task
         without weights. All ranks must call it.
 
         Args:
@@ -90,11 +90,12 @@ class Objective:
         return found
 
     def of(self, found: Mapping[str, Sequence[Any]], batch: Any) -> list[tuple[Tensor, Tensor | None]]:
-        """Return for each task its loss, the mean over the rows of a batch by weight, and the sum of the weights.
+        """Return, for each task, its loss, which is the weighted mean over the rows of a batch, and the sum of the
+        weights.
 
         Args:
-            found: What `predict` returned, by task.
-            batch: The columns.
+            found: The result of `predict`, by task.
+            batch: The batch.
         """
         self.check(found)
         results: list[tuple[Tensor, Tensor | None]] = []
@@ -111,14 +112,16 @@ class Objective:
     def part(
         self, found: Mapping[str, Sequence[Any]], batch: Any, size: int, totals: Tensor, step: int | None
     ) -> Tensor:
-        """Return what a batch adds to the loss of a step: each task's mean by weight over the rows of all ranks.
+        """Return the contribution of a batch to the loss of a step: each task's weighted mean over the rows of all
+        ranks.
 
         Args:
             found: The result of `predict`, by task.
-            batch: The columns.
-            size: Its rows.
-            totals: For each task, the weights of all rows of the step.
-            step: The step, for the error about a loss on a CPU that is not finite. None: it is not looked at.
+            batch: The batch.
+            size: The number of rows of the batch.
+            totals: For each task, the sum of the weights of all rows of the step.
+            step: The number of the step, for the error about a loss on a CPU that is not finite. None: the loss is not
+                checked.
         """
         parts = []
         for (task, (loss, mine)), total in zip(
@@ -134,8 +137,8 @@ class Objective:
         """Raise `ValueError` unless `predict` has returned these tasks."""
         if found.keys() != self.losses.keys():
             raise ValueError(
-                f"`predict` must return {_named(self.losses)} as `loss` has, got {_named(found)}: a dict from task to "
-                "predictions and targets goes with a dict from task to loss"
+                f"`predict` must return {_named(self.losses)}, like `loss`, got {_named(found)}: if `loss` is a dict "
+                "from task to loss, `predict` returns a dict from task to predictions and targets"
             )
 
 
@@ -144,21 +147,21 @@ class Evaluation:
     """The evaluations of a run."""
 
     valid: Loader | None
-    """The rows; None: there are no evaluations."""
+    """The loader of the rows. None: there are no evaluations."""
     metrics: Mapping[str, Metric]
-    """Name → metric."""
+    """The metrics, by name."""
     tasks: Mapping[str, str]
-    """Name of a metric → its task."""
+    """The task of each metric, by the metric's name."""
     patience: int | None
-    """Evaluations without an improvement after which the run ends; None: any number."""
+    """The number of evaluations without an improvement after which the run ends. None: any number."""
 
 
 def objective(loss: Loss | Mapping[str, Loss], sample_weight: str | Mapping[str, str] | None) -> Objective:
-    """Return the objective of `fit`'s arguments.
+    """Return the objective for the arguments of `fit`.
 
     Raises:
-        TypeError: They are something else.
-        ValueError: There are weights of a task that has no loss.
+        TypeError: An argument is something else.
+        ValueError: There are weights for a task that has no loss.
     """
     losses = dict(loss) if isinstance(loss, Mapping) else {ONLY: loss}
     if not losses or not all(isinstance(task, str) and callable(one) for task, one in losses.items()):
@@ -172,7 +175,7 @@ def objective(loss: Loss | Mapping[str, Loss], sample_weight: str | Mapping[str,
 
 
 def columns_of(sample_weight: str | Mapping[str, str] | None, tasks: Any) -> dict[str, str]:
-    """Return task → column with weights, of the option `sample_weight`."""
+    """Return the column of weights of each task, from the option `sample_weight`."""
     if sample_weight is None:
         return {}
     if isinstance(sample_weight, str):
@@ -183,7 +186,8 @@ def columns_of(sample_weight: str | Mapping[str, str] | None, tasks: Any) -> dic
 
 
 def by_task(metrics: Any) -> tuple[dict[str, Metric], dict[str, str]]:
-    """Return name → metric, and name → task; metrics of named tasks are called "task/name"."""
+    """Return the metrics and the tasks, by the name of the metric. The names of metrics of named tasks are
+    "task/name"."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"`metrics` must be a dict from name to metric, got {type(metrics).__name__}")
     nested = [name for name, one in metrics.items() if isinstance(one, Mapping)]
@@ -196,7 +200,8 @@ def by_task(metrics: Any) -> tuple[dict[str, Metric], dict[str, str]]:
 
 
 def weighted(found: Sequence[Any], batch: Any, column: str | None) -> tuple[list[Any], Tensor | None]:
-    """Return the rows of a task's predictions, targets and more that have a weight above 0, and these weights."""
+    """Return the rows of a task's predictions, targets and further results whose weight is above 0, and these
+    weights."""
     weights = weights_of(batch, column)
     if weights is None:
         return list(found), None
@@ -215,14 +220,16 @@ def weights_of(batch: Any, column: str | None) -> Tensor | None:
     """Return the weights of a batch's rows, booleans or numbers; None if there are none.
 
     Raises:
-        ValueError: There is no such column, or it has something else than a number of at least 0 for each row.
+        ValueError: The column is missing, or has values other than a number of at least 0 for each row.
     """
     if column is None:
         return None
     weights = batch.get(column) if isinstance(batch, Mapping) else None
     if not isinstance(weights, Tensor) or weights.ndim != 1:
         there = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"`sample_weight`: the batch has no column {column!r} with one number per row, but {there}")
+        raise ValueError(
+            f"`sample_weight`: the batch has no column {column!r} with one number per row; its columns are {there}"
+        )
     if weights.dtype == torch.bool:
         return weights
     weights = weights.float()
@@ -239,8 +246,8 @@ def _check_third(task: str, loss: Loss) -> None:
     except TypeError:
         where = f"`loss` of {task!r}" if task else "`loss`"
         raise TypeError(
-            f"{where} must take predictions, targets and weights where weights are numbers, and return the mean by "
-            "weight; for booleans, which choose rows, two arguments do"
+            f"{where} must take predictions, targets and weights if weights are numbers, and return the weighted mean; "
+            "with booleans, which select rows, it takes only the first two"
         ) from None
     except ValueError:  # a function without a signature
         return

@@ -11,14 +11,14 @@ from .snapshots import Snapshots
 
 
 class RecordedRun:
-    """The recording of a run: its snapshots, and a mark of each step's result. All ranks must call it.
+    """The recording of a run: its snapshots, and a mark of each step's result. All ranks must make one.
 
     Args:
         folder: The folder of the recording.
-        run: The run, after it was resumed, if it was.
+        run: The run, after it was resumed if it is resumed.
 
     Raises:
-        ValueError: As `StepLog`.
+        ValueError: The error of `StepLog`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], run: Run) -> None:
@@ -28,21 +28,21 @@ class RecordedRun:
 
     @property
     def replays(self) -> bool:
-        """True if a step is run again."""
+        """True while a recorded step is run again."""
         return self._log.target is not None
 
     def due(self, step: int) -> bool:
-        """Return whether a snapshot is to be taken after a step."""
+        """Return whether a snapshot must be taken after a step."""
         return self._log.due(step)
 
     def before_step(self) -> None:
-        """Take a snapshot, if it is due; end a run up to the step that is run again."""
+        """Take a snapshot, if it is due. While a step is run again, end the run before that step."""
         if self._log.due(self._run.step):
             self._run.snapshot(Snapshots(self._log.place(), keep=1 << 60))
             self._log.kept(self._run.step)
 
     def after_step(self) -> None:
-        """Note the result of a step; end the run of a step that is run again."""
+        """Write the mark of a step's result. While a step is run again, end the run after that step."""
         self._log.done(self._run.step, [self._run.model.model])
 
     def __enter__(self) -> RecordedRun:

@@ -53,14 +53,14 @@ class Run:
         self.schedule, self.precision, self.max_grad_norm = schedule, precision, max_grad_norm
         self.gradient_accumulation_steps, self.pipelined = gradient_accumulation_steps, pipelined
         self.checks = False
-        """True where each loss and gradient is checked."""
+        """True if each loss and gradient is checked."""
         self.each_step = False
-        """True where code of the user's is called after each step."""
+        """True if callbacks are called after each step."""
         self._check: NanCheck | None = None
         self.steps_an_epoch = math.ceil(len(train) / gradient_accumulation_steps)
         self._origin = (0, 0, 0.0)
-        """A step, and the number of epochs that were over after it; and the part of an epoch that a step before it is,
-        which differs in one that was begun on other ranks."""
+        """A step, with the number of epochs that were over after it, and the part of an epoch that each step before it
+        is. This part differs in an epoch that was begun by other ranks."""
         self._scaler = _scaler(precision, model.optimizer)
         self.step = 0
         self._saved: dict[str, int] = {}
@@ -75,7 +75,8 @@ class Run:
         self._since = time.perf_counter()
 
     def note_sizes(self) -> None:
-        """Record the numbers of rows in the batches of an epoch. All ranks must call it at the epoch's begin."""
+        """Record the numbers of rows in the batches of an epoch. All ranks must call it at the beginning of the
+        epoch."""
         train = self.train
         if self._divided == train.partition:
             return
@@ -88,13 +89,13 @@ class Run:
         self._alike = [len({partition.size(rank, i) for partition, rank in everyone}) == 1 for i in range(len(train))]
 
     def ends_epoch(self, batches: Sequence[tuple[int, Any]]) -> bool:
-        """Return whether these are an epoch's last batches: the next epoch may be divided differently among the
+        """Return whether these are the last batches of an epoch. The next epoch may be divided differently among the
         ranks."""
         return batches[-1][0] == len(self._sizes) - 1
 
     @property
     def epoch(self) -> float:
-        """Number of finished epochs."""
+        """The number of finished epochs."""
         step, epochs, before = self._origin
         done = self.step - step
         return epochs + (done * before if done < 0 else done / self.steps_an_epoch)
@@ -105,8 +106,8 @@ class Run:
         return step + (epochs - before) * self.steps_an_epoch
 
     def train_on(self, batches: Sequence[tuple[int, Any]], following: tuple[int, Any] | None = None) -> None:
-        """Make a step on some batches, each with its number in the epoch; ids of `following`, the next batch, are sent
-        ahead."""
+        """Make a step on some batches, each with its number in the epoch. The ids of the next batch, `following`, are
+        sent ahead."""
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
@@ -139,7 +140,7 @@ class Run:
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Check each loss and gradient inside `with`, if that is asked for."""
+        """Check each loss and gradient in the `with` block, if checks are asked for."""
         if not self.checks:
             yield
             return
@@ -150,7 +151,8 @@ class Run:
                 self._check.batch = None
 
     def loss_of(self, batch: Any) -> Tensor:
-        """Return the loss of a batch; on CPUs, raise `ValueError` if it is not finite, unless each step is checked."""
+        """Return the loss of a batch. On CPUs, raise `ValueError` if it is not finite, unless each step is checked
+        anyway."""
         found = forward(self.model.model, self.predict, batch, self.precision)
         loss = batch_loss(self.objective.losses[ONLY], found[0], found[1])
         self._empty = not len(found[0])
@@ -166,14 +168,16 @@ class Run:
         return torch.stack([loss for loss, _ in self.objective.of(found, batch)]).sum()
 
     def _part_of(self, batch: Any, size: int, weights: Tensor) -> Tensor:
-        """Return what a batch of this rank adds to the loss of a step: each task's mean by weight over all ranks."""
+        """Return the contribution of a batch of this rank to the loss of a step: each task's weighted mean over all
+        ranks."""
         found = predicted(self.model.model, self.predict, batch, self.precision)
         self._empty = False
         checked = not self.checks and self.precision != "fp16"
         return self.objective.part(found, batch, size, weights, self.step + 1 if checked else None)
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
-        """Start sending the ids of a batch to the ranks that store their rows, if it has as many rows on all ranks."""
+        """Start sending the ids of a batch to the ranks that store their rows, if the batches of all ranks have the
+        same number of rows."""
         if numbered is None or not self._alike[numbered[0]] or not isinstance(numbered[1], Batch):
             return None
         features, ahead = numbered[1].prepared, self.model._ahead
@@ -188,12 +192,12 @@ class Run:
         return bool(len(self.history)) and self.history[-1].step == self.step
 
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric], tasks: Mapping[str, str]) -> None:
-        """Add to the history the training since the last record, and an evaluation.
+        """Add a record to the history: the training since the last record, and an evaluation.
 
         Args:
-            valid: The rows of the evaluation. None: without one.
-            metrics: Name → metric.
-            tasks: Name → the task of the metric.
+            valid: The loader of the rows of the evaluation. None: there is no evaluation.
+            metrics: The metrics, by name.
+            tasks: The task of each metric, by the metric's name.
         """
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
@@ -253,7 +257,8 @@ class Run:
         self._since = time.perf_counter()
 
     def restore(self, snapshots: Snapshots) -> str:
-        """Restore the newest snapshot, if there is one and it is wanted; return a note about it, or an empty text."""
+        """Restore the newest snapshot, if there is one and the run resumes. Return a note about it, or an empty
+        text."""
         found = snapshots._load(self.model)
         if found is None:
             return ""
@@ -291,7 +296,7 @@ class Run:
         return text
 
     def _begin_again(self, epoch: float) -> None:
-        """Count the epochs by the steps that they have now, after so much of them."""
+        """Note the number of finished epochs, from which later epochs are counted by their present number of steps."""
         over = math.ceil(round(epoch, 9))  # when what is left of this one is over
         left = math.ceil(len(self.train) / self.gradient_accumulation_steps) if self.train.begun_elsewhere else 0
         self._origin = (self.step + left, over, (over - epoch) / left if left else 0.0)
@@ -310,7 +315,7 @@ def _scaler(precision: Precision | None, optimizer: torch.optim.Optimizer) -> Sh
     """Make the scaler of the loss in fp16, which skips a step on all ranks if it overflows on one; without fp16 it does
     nothing.
 
-    A fused optimizer would leave the step out by itself, but in torch 2.13 fails at this scaler's shapes.
+    A fused optimizer would skip the step by itself, but in torch 2.13 it fails at this scaler's shapes.
     """
     half = precision == "fp16"
     if half and getattr(optimizer, "_step_supports_amp_scaling", False):

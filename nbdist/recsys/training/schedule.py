@@ -11,24 +11,24 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 Schedule: TypeAlias = Callable[[int], float]
-"""Step, from 0 → factor. Any function will do, as for `torch.optim.lr_scheduler.LambdaLR`, which applies it. It is
-asked for the steps of the run alone."""
+"""A function from a step, from 0, to a factor. Any function can be used, as for `torch.optim.lr_scheduler.LambdaLR`,
+which applies it. It is only called for the steps of the run."""
 
 
 def warmup_decay(
     steps: int, *, warmup: int = 0, decay_start: int | None = None, final: float = 0.0, shape: str | float = "cosine"
 ) -> Schedule:
-    """Return a function that rises linearly to the full learning rate, and then falls to a part of it.
+    """Return a schedule that rises linearly to the full learning rate, and then falls to a part of it.
 
     Args:
-        steps: Steps of the run; the decay ends with the last one.
-        warmup: Steps until the full learning rate is reached; the first of them has `1 / warmup` of it.
+        steps: The number of steps of the run. The decay ends with the last one.
+        warmup: The number of steps until the full learning rate. The first of them has `1 / warmup` of it.
         decay_start: The step at which the decay begins. None: after the warm-up.
-        final: The part of the full learning rate at the end.
+        final: The learning rate at the end, as a part of the full learning rate.
         shape: The shape of the decay: "cosine", "linear", or a power, such as 2 for a falling parabola.
 
     Raises:
-        ValueError: Warm-up and decay do not follow one another within `steps`, or an unknown shape.
+        ValueError: Warm-up and decay do not follow one another within `steps`, or the shape is unknown.
 
     Examples:
         >>> from nbdist.recsys.training import warmup_decay
@@ -74,8 +74,8 @@ def factor_of(schedule: Schedule, step: int) -> float:
 def scheduled(optimizer: torch.optim.Optimizer, factor: Schedule, first: int) -> Iterator[LambdaLR]:
     """Multiply the learning rates by factors during a run that begins at step `first`.
 
-    Before and after it, an optimizer has its full learning rates, so that rates that are set between two runs take
-    effect.
+    Before and after the run, the optimizer has its full learning rates, so that rates that are set between two runs
+    take effect.
     """
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)  # of another scheduler: LambdaLR would go on from it

@@ -24,8 +24,8 @@ _STATE, _BEST = "state.json", "best.json"
 class Snapshots:
     """A folder for `fit`'s snapshots of a run, and the times to take them.
 
-    Each is a folder `step-N` with the model's `save` and the further state of the run. It is written under another name
-    and renamed at the end: a run that is killed while it writes keeps the snapshot before.
+    Each snapshot is a folder `step-N` with the files of the model's `save` and the further state of the run. It is
+    written under another name and renamed at the end: a run that is killed while it writes keeps the previous snapshot.
 
     Examples:
         >>> import torch
@@ -50,15 +50,18 @@ class Snapshots:
     """
 
     folder: str | os.PathLike[str]
-    """A folder that all ranks reach, of this run alone. It is made if it is not there."""
+    """A folder that all ranks can reach, for this run alone. It is made if it does not exist."""
     every: int | None = None
-    """Steps. None: before each evaluation. The end of a run is one in any case."""
+    """The number of steps between two snapshots. None: a snapshot before each evaluation. There is always a snapshot at
+    the end of the run."""
     keep: int = 2
-    """Number of snapshots to keep: older ones are removed."""
+    """The number of snapshots to keep. Older ones are removed."""
     keep_best: str | None = None
-    """Metric: the snapshot after whose steps it was best is kept too, whatever `keep` says, and `best` names it."""
+    """The name of a metric. The snapshot with the best value of it is also kept, in addition to `keep`, and `best`
+    returns it."""
     resume: bool = False
-    """True: go on from the newest snapshot in the folder, if there is one. False: there must be none."""
+    """True: continue from the newest snapshot in the folder, if there is one. False: the folder must have no
+    snapshots."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -72,10 +75,10 @@ class Snapshots:
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def best(self) -> Path:
-        """Return the snapshot with the best value of `keep_best`, for `load` of a model.
+        """Return the folder of the snapshot with the best value of `keep_best`, for the method `load` of a model.
 
         Raises:
-            FileNotFoundError: There is no snapshot, or none was evaluated yet.
+            FileNotFoundError: There is no snapshot, or none has been evaluated yet.
         """
         found = self._best()
         if found is None:
@@ -111,9 +114,9 @@ class Snapshots:
 
         Args:
             model: The model, whose `save` is called.
-            step: The step, which the snapshot's name contains.
-            common: The state that all ranks share, as JSON; rank 0's is kept.
-            own: The state of each rank: tensors and plain values.
+            step: The number of the step, which is part of the snapshot's name.
+            common: The state that all ranks share, as JSON. Rank 0's is written.
+            own: The state of this rank: tensors and plain values.
         """
         final = Path(self.folder) / f"step-{step}"
         scratch = final.with_name(f".{final.name}.tmp")
@@ -146,15 +149,15 @@ class Snapshots:
         dist.barrier()  # it is there when any rank goes on
 
     def _load(self, model: Parallel) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Load the newest snapshot, if it exists and the run is to be resumed. All ranks must call it.
+        """Load the newest snapshot, if there is one and the run resumes. All ranks must call it.
 
         Returns:
             The states `common` (with `step` and `world_size`) and `own` of `_save`. On another number of ranks, `own`
             is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
 
         Raises:
-            ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken of another model
-                or optimizer.
+            ValueError: There are snapshots, but the run does not resume; or the newest is of another model or
+                optimizer.
         """
         if dist.get_rank() == 0 and self.resume:
             self._clear()
@@ -164,8 +167,9 @@ class Snapshots:
         newest = there[-1]
         if not self.resume:
             raise ValueError(
-                f"{self.folder} has snapshots of a run, the newest {newest.name}: say resume=True to go on from it, "
-                "or give another folder"
+                f"{self.folder} has snapshots of a run, the newest {newest.name}: give resume=True to continue from "
+                "it, "
+                "or another folder"
             )
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
         for name in ("step", "world_size"):
@@ -181,7 +185,7 @@ class Snapshots:
         return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 
     def _clear(self) -> None:
-        """Remove half-written or half-removed folders of a killed run."""
+        """Remove the unfinished folders of a killed run."""
         for left in Path(self.folder).glob(".step-*.tmp"):
             shutil.rmtree(left)
 

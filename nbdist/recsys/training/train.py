@@ -1,6 +1,6 @@
 """A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop.
 
-Inside a rank::
+In a function that runs on all ranks::
 
     from nbdist.recsys.training import Snapshots, fit, warmup_decay
 
@@ -13,7 +13,7 @@ Inside a rank::
         history = fit(sharded, predict, rows, valid, steps=2000, log_every=200, schedule=warmup_decay(2000, warmup=200))
         return history, sharded.gather()
 
-`fit` is optional: its parts (`evaluate`, loaders, metrics, `shard`) work in your own loop, too.
+`fit` is optional: its parts (`evaluate`, loaders, metrics, `shard`) can be used in your own loop, too.
 """
 
 from __future__ import annotations
@@ -77,87 +77,89 @@ def fit(
     The gradient of a step is the gradient of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot
     that grow during the run; in a terminal, lines. The loaders are moved to the rank's device.
 
-    A resumed run ends with the same weights and history as one without interruption, except for `rows_per_second`: a
+    A resumed run ends with the same weights and history as a run without interruption, except for `rows_per_second`: a
     snapshot contains the model, the optimizer, the position in the epoch, and the random generators of each rank. The
-    learning rates depend on the step. Build the model and the loaders as for the first time, and pass the same
+    learning rates depend on the step. Build the model and the loaders as for the first run, and pass the same
     arguments.
 
-    A run can also resume on another number of ranks: the remaining rows of the epoch are divided among them, so that
-    each row still comes once. Use the batch size `batch_size // dist.get_world_size()` in the loader, so that a step
-    has as many rows as before: then the loss follows the same curve, within the noise of another order. On a cluster a
-    snapshot is also taken when a node is about to be taken away (`nbdist.preempted`).
+    A run can also resume on another number of ranks. The remaining rows of the epoch are then divided among these
+    ranks, so that each row is still used once. Use the batch size `batch_size // dist.get_world_size()` in the loader,
+    so that a step has the same number of rows as before: then the loss follows the same curve, within the noise of
+    another order. On a cluster, a snapshot is also taken when a node is about to be taken away (`nbdist.preempted`).
 
-    A snapshot is taken before the evaluation of its step, which a resumed run makes up for: an evaluation that fails
-    costs no training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the history,
-    which says why.
+    A snapshot is taken before the evaluation of its step, and a resumed run makes this evaluation: an evaluation that
+    fails costs no training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the
+    history, which also has the reason.
 
     Args:
         model: The result of `shard` or `replicate`.
-        predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
-            weights, which metrics take, and the loss does not (see `sample_weight`).
-        train: The loader of training rows, used from its current position on. It divides its rows among the ranks; or
-            it has each rank's own rows (`rank=0, world_size=1`), in the same number of steps on all ranks.
-        valid: The loader of rows to evaluate, all of them, each once: its remainder may not be "drop".
-        steps: The length of the training in steps. Give either `steps` or `epochs`.
-        epochs: The length of the training in epochs.
-        log_every: Steps from one record to the next. None: an epoch. There is also a record of the last step.
-        eval_every: Steps from one evaluation to the next. None: each record has an evaluation. Records without an
-            evaluation have the training loss alone.
-        loss: A function of predictions (float32) and targets, which returns the mean loss over the rows of a batch.
-            With several tasks: task → such a function; their sum is minimized, and `predict` returns a dict from task
-            to predictions and targets.
-        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels. With several tasks:
-            task → these; the history calls them "task/name".
-        sample_weight: A column of the batch with the weight of each row, or with booleans that choose rows; or task →
-            column, for labels that only some rows have. The loss is the mean by weight over the rows of all ranks, and
-            metrics go by the weights, too. Where weights are numbers, `loss` gets them as a third argument. None: each
-            row counts once.
-        schedule: Function from a step of the run to the factor of the learning rates of tables and dense layers; see
+        predict: A function of the model and a batch. It returns predictions and targets. `evaluate` describes further
+            results, users and weights, which metrics use; the loss does not use them (see `sample_weight`).
+        train: The loader of training rows, which is used from its current position on. It divides its rows among the
+            ranks; or it has each rank's own rows (`rank=0, world_size=1`), with the same number of steps on all ranks.
+        valid: The loader of rows for evaluation. Each row must be used once, so its `remainder` may not be "drop".
+        steps: The number of steps of the run. Give either `steps` or `epochs`.
+        epochs: The number of epochs of the run.
+        log_every: The number of steps between two records. None: an epoch. There is also a record after the last step.
+        eval_every: The number of steps between two evaluations. None: each record has an evaluation. Records without an
+            evaluation only have the training loss.
+        loss: A function of predictions (float32) and targets that returns the mean loss over the rows of a batch. For
+            several tasks: a dict from task to function. Then the sum of the losses is minimized, and `predict` returns
+            a dict from task to predictions and targets.
+        metrics: The metrics to evaluate, by name. None: "valid_loss" and "auc", for logits and labels. For several
+            tasks: a dict from task to metrics by name; in the history, their names are "task/name".
+        sample_weight: The name of a column with the weight of each row, or with booleans that select rows. For labels
+            that only some rows have: a dict from task to column. The loss is the weighted mean over the rows of all
+            ranks, and metrics use the weights, too. If weights are numbers, `loss` gets them as a third argument. None:
+            each row counts once.
+        schedule: A function from a step of the run to the factor of the learning rates of tables and dense layers; see
             `warmup_decay`. After the run, the optimizer has its full learning rates again.
         max_grad_norm: The largest norm of all gradients of a step together, over ranks and tables; gradients with a
             larger norm are scaled down. None: gradients are not scaled.
-        gradient_accumulation_steps: Batches of each rank that make a step: its gradient belongs to the mean loss over
-            the rows of all these batches. The last step of an epoch has the remaining batches. `log_every`
-            and other numbers of steps count such steps.
-        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16; torch chooses the operations
+        gradient_accumulation_steps: The number of batches of each rank for one step, whose gradient is the gradient of
+            the mean loss over the rows of all these batches. The last step of an epoch has the remaining batches.
+            `log_every` and other numbers of steps count such steps.
+        precision: "bf16" or "fp16": `predict` runs under autocast to bfloat16 or float16; torch chooses the operations
             that stay in float32. "fp16" is for GPUs without bfloat16 (T4, V100, RTX 20) and for `replicate`: the loss
-            is scaled, so that small gradients do not vanish, and if gradients overflow on a rank, all ranks leave the
-            step out and halve the scale. "fp32" or None: without autocast.
-        snapshots: The folder and times of snapshots, and whether to resume.
-        patience: Stop when this number of evaluations in a row have not improved the last of the metrics.
-        pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
-            this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
-        captured: Whether steps are recorded as a CUDA graph and replayed, which takes a small model a tenth of the
-            time. It needs one rank with a GPU; a model of `replicate`; a loader whose columns are dense and fit on the
+            is scaled, so that small gradients do not vanish, and if gradients overflow on one rank, all ranks skip the
+            step and halve the scale. "fp32" or None: without autocast.
+        snapshots: The folder of the snapshots, the times to take them, and whether to resume.
+        patience: The number of evaluations in a row without an improvement of the last metric after which the training
+            stops.
+        pipelined: Whether the ids of the next batch are sent to the ranks that store their rows during the backward
+            pass of the current batch. This is for sharded models, and loaders with `keyed=` and without `transform=`.
+            None: on GPUs.
+        captured: Whether steps are recorded as a CUDA graph and replayed, which reduces the time of a small model to a
+            tenth. It needs one rank with a GPU; a model of `replicate`; a loader whose columns are dense and fit on the
             GPU, without `transform=` and `keyed=`; torch's SGD, Adagrad, Adam or AdamW (for tables with `sparse=True`,
-            SGD or Adagrad); and no `gradient_accumulation_steps`. `predict` and `loss` are called in some of the steps
-            only: they may do nothing but compute tensors, and may not wait for the GPU, as `.item()` and indexing by a
-            mask do. None: steps are recorded if that is possible, in runs of 100 steps or more. True: it is an error if
-            it is not possible.
+            SGD or Adagrad); and no `gradient_accumulation_steps`. `predict` and `loss` are only called in some of the
+            steps: they may do nothing but compute tensors, and may not wait for the GPU, as `.item()` and indexing by a
+            mask do. None: steps are recorded if that is possible, in runs of 100 steps or more. True: if it is not
+            possible, an error is raised.
         check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the training before the step is
             taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
-            all their columns. None: the option of the call (`in_ddp.options(check="nan")`) decides; without it, only
+            all their columns. None: the option of the call (`in_ddp.options(check="nan")`) is used; without it, only
             losses are checked.
-        record: A folder for what each step depends on, so that `nbdist.replay_step` can run any step again in the
-            notebook: a snapshot each 25 steps at first, and more rarely in a longer run, 20 at most; and a mark of each
-            step's result. For CPU ranks. None: nothing is kept.
-        log: Where rank 0 writes each record's numbers, too: "json_lines" (a file), "tensorboard" (a folder), "mlflow"
-            or "wandb"; or a dict from these names to a path, or to a dict of options for the library, such as
+        record: A folder for a recording, from which `nbdist.replay_step` can run any step again in the notebook. It
+            holds snapshots, which are 25 steps apart at first and further apart in a longer run, at most 20, and a mark
+            of each step's result. It is only for CPU ranks. None: nothing is recorded.
+        log: The log to which rank 0 also writes each record's numbers: "json_lines" (a file), "tensorboard" (a folder),
+            "mlflow" or "wandb"; or a dict from these names to a path, or to a dict of options for the library, such as
             `{"json_lines": "run.jsonl", "wandb": {"project": "clicks"}}`. An active run of MLflow or Weights & Biases
             is used, and left open.
-        callbacks: Objects of `Callback` whose hooks are called on every rank.
-        progress: Whether rank 0 shows anything.
+        callbacks: Objects of `Callback`, whose methods are called on every rank.
+        progress: Whether rank 0 shows the progress.
 
     Returns:
         The records of the run, on every rank.
 
     Raises:
-        ValueError: Before anything is trained, for invalid arguments, loaders that `fit` cannot use, ranks with
-            different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`),
-            snapshots that do not fit, and a folder `record` with a recording. With `captured=True`, if steps cannot be
-            recorded; some reasons are found after two steps only.
-        NotFinite: With `check="nan"`.
-        RuntimeError: Outside a process group.
+        ValueError: Before anything is trained: an argument is invalid, `fit` cannot use a loader, ranks have different
+            numbers of steps, tables are fused and so cannot be clipped or accumulated (see `shard`), snapshots do not
+            fit, or the folder `record` already holds a recording. With `captured=True`: steps cannot be recorded; some
+            reasons are only found after two steps.
+        NotFinite: With `check="nan"`: a number is NaN or infinite.
+        RuntimeError: The process is in no process group.
 
     Examples:
         >>> import torch

@@ -14,9 +14,9 @@ class TensorSpec(NamedTuple):
 
     name: str
     dtype: Any
-    """NumPy's; object for strings."""
+    """The NumPy type; object for strings."""
     width: int
-    """-1 where requests may differ in it."""
+    """The shape; -1 for a dimension in which requests may differ."""
 
 
 class Batching(NamedTuple):
@@ -24,7 +24,7 @@ class Batching(NamedTuple):
 
     rows: int
     delay: float
-    """Seconds."""
+    """The longest delay, in seconds."""
 
 
 def model_config(
@@ -54,7 +54,7 @@ def ensemble_config(
     steps: Sequence[Any],
     version: int,
 ) -> Any:
-    """Return the configuration of an ensemble of consecutive models, given by their configurations, in a version.
+    """Return the configuration of an ensemble of consecutive models in some version, given their configurations.
 
     Tensors between them are named by model and tensor, so that an input and its transformed column may share a name.
     """

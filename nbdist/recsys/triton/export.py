@@ -13,20 +13,20 @@ In the notebook::
         arrays = ensemble.request(frame)  # input → array, for client.infer("ctr", ...)
 
 The repository has three models: ``<name>_preprocess``, the workflow's steps in NumPy; ``<name>_model``, the model as
-ONNX; and ``<name>``, the ensemble of the two, which is the one to ask. The first needs the wheel numpy in the server's
-Python, the second the server's ONNX Runtime backend or, with ``backend="python"``, the wheel onnxruntime. Neither needs
-nbdist, torch or polars.
+ONNX; and ``<name>``, the ensemble of the two, to which clients send requests. The first needs the wheel numpy in the
+server's Python, the second the server's ONNX Runtime backend or, with ``backend="python"``, the wheel onnxruntime.
+Neither needs nbdist, torch or polars.
 
-With ``version=``, the two models have several versions in the repository. Each fits only its own counterpart, because
-codes differ between versions. Triton has one configuration for all versions of an ensemble, so each version has an
-ensemble of its own, ``<name>.<version>``; and ``<name>`` uses the newest.
+With ``version=``, the two models have several versions in the repository. A version of one fits only the same version
+of the other, because codes differ between versions. Triton has one configuration for all versions of an ensemble, so
+each version has an ensemble of its own, ``<name>.<version>``; ``<name>`` uses the newest.
 
-A request has each raw column as a tensor of shape (rows, 1): INT64 for booleans, dates and all integers but uint64,
+A request has each raw column as a tensor of shape (rows, 1): INT64 for booleans, dates and all integers except uint64,
 UINT64, BYTES for strings (UTF-8), FP32 or FP64. A null is `NULL`, `NULL_UNSIGNED`, `NULL_STRING`, or the NaN whose bits
-are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest), where shorter lists end in `PADDING`,
-`PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is one of a null. In the Python
-backend, requests are put into one batch even if their lists differ in length. Ids that training did not have, nulls and
-empty lists get the codes that they have in training; see `fill` for the ids that the model never saw.
+are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest): shorter lists are padded with `PADDING`,
+`PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is a list with one null. In the Python backend, requests are put
+into one batch even if their lists differ in length. Unknown ids, nulls and empty lists get the same codes as in
+training; see `fill` for ids that did not occur in training.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class Ensemble:
     """
 
     path: Path
-    """The model repository."""
+    """The folder of the model repository."""
     name: str
-    """The model to ask."""
+    """The name of the model for requests."""
     inputs: dict[str, str]
-    """The columns of a request, each with its type's name in the workflow."""
+    """The columns of a request, each with the workflow's name of its type."""
     output: str
-    """The tensor with the answers, shape (rows, width)."""
+    """The name of the output tensor, shape (rows, width)."""
 
     def request(self, frame: Any) -> dict[str, Array]:
         """Return rows of raw data as the tensors of a request.
@@ -96,10 +96,10 @@ class Ensemble:
             frame: A polars or pandas frame, an Arrow table, or a dict of lists, with at least the columns of `inputs`.
 
         Returns:
-            Column → array, as tritonclient's `set_data_from_numpy` takes it.
+            A dict from column to array, for tritonclient's `set_data_from_numpy`.
 
         Raises:
-            ValueError: A column is missing, is not of its type, or has a value that stands for null or padding.
+            ValueError: A column is missing, has another type, or has a value that stands for null or padding.
         """
         table = _to_arrow(frame)
         missing = [name for name in self.inputs if name not in table.column_names]
@@ -132,29 +132,30 @@ def export_ensemble(
     Args:
         workflow: The fitted workflow, or the folder to which it was saved.
         model: The trained model as a plain module: the result of `gather` for a sharded or replicated model.
-        path: The folder to write. If it exists, it has to be empty, or contain other versions.
-        name: The name of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
-        columns: The workflow's outputs that the model takes. None: all categorified ones.
-        predict: Like `predict` of `fit`, without targets: ``predict(model, batch)`` returns the answers to a batch, one
-            tensor of shape (rows,) or (rows, width). The batch is what a loader makes: a dict from column to tensor, or
-            to `Ragged` for lists. None: ``model(batch)``.
-        output: The name of the answers.
-        backend: The server's backend that runs the model: "onnxruntime", or "python" with the wheel onnxruntime.
-        max_batch_size: The largest number of rows of a request, and of requests that are put together.
-        max_queue_delay: Seconds that a request may wait for other requests to be put together with it.
-        fill: Whether nulls and unknown ids that training has not seen get the mean of the known rows, as from
-            `etl.fill_unknown`; otherwise they get the initial values of their tables. The table of a column is found
-            from the ids that an `nn.Embedding` or `nn.EmbeddingBag` looks up; a warning names columns whose table is
-            not found. The row of a table's `padding_idx` stays.
-        version: A number, to have several versions with the same inputs and outputs in one repository:
-            ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when no
-            client asks for it any more. None: there is only one.
-        overwrite: Whether an ensemble of this name, and version, that was written to `path` before is replaced.
+        path: The folder to write. If it exists, it must be empty, or contain other versions.
+        name: The name of the ensemble. The names of the two other models are ``<name>_preprocess`` and
+            ``<name>_model``.
+        columns: The outputs of the workflow that the model uses. None: all categorified ones.
+        predict: A function like `predict` of `fit`, without targets: ``predict(model, batch)`` returns the answers for
+            a batch, one tensor of shape (rows,) or (rows, width). The batch is as from a loader: a dict from column to
+            tensor, or to `Ragged` for lists. None: ``model(batch)``.
+        output: The name of the output tensor.
+        backend: The backend of the server that runs the model: "onnxruntime", or "python" with the wheel onnxruntime.
+        max_batch_size: The largest number of rows of a request, and of requests that are combined.
+        max_queue_delay: The longest time, in seconds, that a request may wait to be combined with others.
+        fill: Whether nulls and unknown ids that did not occur in training get the mean of the known rows, as from
+            `etl.fill_unknown`; otherwise they get the initial values of their tables. The table of a column is found by
+            the ids that an `nn.Embedding` or `nn.EmbeddingBag` looks up; a warning names columns whose table is not
+            found. The row of a table's `padding_idx` does not change.
+        version: A number, for several versions with the same inputs and outputs in one repository: ``<name>.<version>``
+            is this version, `name` the one with the largest number. Remove the folders of a version when no client uses
+            it any more. None: there is only one version.
+        overwrite: Whether to replace an ensemble with this name, and version, of an earlier export to `path`.
 
     Raises:
-        ValueError: `name` cannot be the name of a model, the model cannot take the columns or cannot be exported, a
+        ValueError: `name` cannot be the name of a model, the model does not accept the columns or cannot be exported, a
             request cannot carry a column, or other versions have other columns.
-        RuntimeError: The workflow is not fitted; or in ranks.
+        RuntimeError: The workflow is not fitted, or this process is a rank.
         TypeError: The model is still sharded or wrapped.
         FileExistsError: `path` has other files.
 
@@ -177,7 +178,7 @@ def export_ensemble(
         workflow = Workflow.load(workflow)
     steps = served_steps(workflow, columns if columns is None else list(columns))
     if output in {*steps.inputs, *steps.outputs}:
-        raise ValueError(f"`output` must be another name than the columns', got {output!r}")
+        raise ValueError(f"`output` must not be the name of a column, got {output!r}")
     predict = predict or _plain_call
     others = [] if version is None else _other_versions(path, name, version, overwrite)
     number = version or 1
@@ -212,7 +213,7 @@ def export_ensemble(
 def _check(
     model: Any, name: str, backend: str, max_batch_size: int, max_queue_delay: float, version: int | None
 ) -> None:
-    """Raise an error for arguments that make no sense."""
+    """Raise an error for invalid arguments."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"`name` must have letters, digits, '_', '-' and '.' only, got {name!r}")
     if backend not in _BACKENDS:
@@ -246,9 +247,10 @@ def _write_configs(
     Args:
         repository: The folder of all models.
         name: The name of the ensemble.
-        ensembles: The version that each ensemble takes, by the ensemble's name.
+        ensembles: The version that each ensemble uses, by the ensemble's name.
         steps, answers, backend, batching: The parts that the configurations describe.
-        added: The version that is added to others, whose configurations must be the same. None: there are no others.
+        added: The version that is added to others, whose configurations must be equal. None: there are no other
+            versions.
     """
     raw, taken = tensors_of(steps)
     first = model_config(f"{name}_preprocess", "python", batching, raw, taken)
@@ -270,7 +272,7 @@ def _other_versions(path: Path, name: str, version: int, overwrite: bool) -> lis
     """
     there = [int(one.suffix[1:]) for one in path.glob(f"{name}.*") if one.suffix[1:].isdecimal()]
     if version in there and not overwrite:
-        raise FileExistsError(f"{path} has version {version} of {name} already: choose another, or say overwrite=True")
+        raise FileExistsError(f"{path} has version {version} of {name} already: choose another, or give overwrite=True")
     return [one for one in there if one != version]
 
 

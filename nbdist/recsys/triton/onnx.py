@@ -1,9 +1,9 @@
-"""A trained model as ONNX: plain look-ups instead of embedding bags, any number of rows, compared with the model.
+"""A trained model as ONNX: look-ups instead of embedding bags, any number of rows, compared with the model.
 
 ONNX has no bags of different sizes. So in the exported model, lists are rows padded with -1, and each
-`torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is a `_PaddedBag`. The model's own code
-runs unchanged: it gets `Ragged` columns whose lists all have the same length. A table of raw ids becomes a
-`_SearchedTable`.
+`torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is replaced by a `_PaddedBag`. The
+model's own code runs unchanged: it gets `Ragged` columns whose lists all have the same length. A table of raw ids is
+replaced by a `_SearchedTable`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..raw_ids import RawTable
 from .request import Feature
 
 Predict: TypeAlias = Callable[[nn.Module, Columns], Tensor]
-"""A function that calls the model with a batch: its value is what is served."""
+"""A function that calls the model with a batch. The server answers with its value."""
 
 _OPSET = 18
-"""The version of ONNX's operators; ONNX Runtime has it since 1.14, of February 2023."""
+"""The version of ONNX's operators, which ONNX Runtime has supported since 1.14, of February 2023."""
 
 
 class _PaddedBag(nn.Module):
@@ -59,7 +59,7 @@ class _PaddedBag(nn.Module):
 
 
 class _SearchedTable(nn.Module):
-    """A table of raw ids in the order of its ids, which are searched by halves: ONNX has no map, and no search."""
+    """A table of raw ids, sorted by id, with a binary search: ONNX has neither maps nor searches."""
 
     def __init__(self, table: RawTable) -> None:
         super().__init__()
@@ -102,19 +102,19 @@ class _Served(nn.Module):
 
 
 def write_onnx(model: nn.Module, features: Mapping[str, Feature], predict: Predict, output: str, path: Path) -> Tensor:
-    """Write `model` to `path`, its weights to a file next to it, and make sure that it answers as the model does.
+    """Write `model` to `path`, and its weights to a file next to it. Check that it answers like the model.
 
     Args:
         model: The model; it is not changed.
         features: The columns of a batch, in order, which become the inputs.
-        predict: Calls the model.
+        predict: The function that calls the model.
         output: The name of the output, of shape (rows, width).
 
     Returns:
-        The model's answers to some rows.
+        The model's answers for some rows.
 
     Raises:
-        ValueError: The model cannot take such columns, cannot be exported, or its export answers differently.
+        ValueError: The model does not accept such columns, cannot be exported, or its export answers differently.
     """
     plain = _plain_copy(model)
     answers = {rows: _ask(plain, predict, _batch(features, rows)) for rows in (64, 1)}
@@ -149,13 +149,13 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], predict: Predi
 
 
 def looked_up(model: nn.Module, features: Mapping[str, Feature], predict: Predict) -> list[tuple[nn.Module, list[str]]]:
-    """Return the tables of a model, each with the columns of codes that it looks up, as in a batch.
+    """Return the tables of a model, each with the columns of codes that it looks up in a batch.
 
     Args:
         model, features, predict: As for `write_onnx`.
 
     Raises:
-        ValueError: The model cannot take such columns.
+        ValueError: The model does not accept such columns.
     """
     plain = _plain_copy(model)
     batch = _batch(features, 64)
@@ -177,7 +177,7 @@ def looked_up(model: nn.Module, features: Mapping[str, Feature], predict: Predic
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the CPU, in evaluation mode; tensors that are on the CPU are shared."""
+    """Return a copy of the model on the CPU, in evaluation mode. Tensors that are on the CPU are shared."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()
 
@@ -214,7 +214,7 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
 
 
 def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
-    """Make some rows, always the same ones: any codes, the highest included, and lists of 0 to 4."""
+    """Make some rows, always the same: any codes, including the highest, and lists of 0 to 4."""
     draw = np.random.default_rng(rows)
     batch: Columns = {}
     for name, feature in features.items():
@@ -268,5 +268,5 @@ def _compare(path: Path, batch: Mapping[str, Tensor], answer: Tensor, output: st
     if not difference <= 1e-5 * max(1.0, float(answer.abs().max())):
         raise ValueError(
             f"the exported model's answers differ from the model's by up to {difference:.2g}: something in its forward "
-            "depends on the length or order of lists, or on chance"
+            "depends on the length or order of lists, or on random numbers"
         )

@@ -42,10 +42,10 @@ class Feature:
     """A column that the model uses."""
 
     dtype: str
-    """NumPy's name."""
+    """The name of the NumPy type."""
     is_list: bool = False
     size: int | None = None
-    """Number of codes of a categorified column, including null and unknown values."""
+    """The number of codes of a categorified column, including null and unknown values."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class ServedSteps:
     """The steps that a server runs on a request before the model."""
 
     inputs: dict[str, str]
-    """The columns of a request, each with its type's name in the workflow."""
+    """The columns of a request, each with the workflow's name of its type."""
     outputs: dict[str, Feature] = field(default_factory=dict)
-    """The columns that the model takes."""
+    """The columns that the model uses."""
     kernels: list[Kernel] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
@@ -77,11 +77,11 @@ class ServedSteps:
 
 
 def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSteps:
-    """Return the steps that make some of a workflow's outputs; None: all categorified ones.
+    """Return the steps that make some of a workflow's outputs. None: all categorified ones.
 
     Raises:
         RuntimeError: The workflow is not fitted.
-        ValueError: A column is not an output of the workflow, no model can take it, or its step is not served.
+        ValueError: A column is not an output of the workflow, no model can use it, or its step cannot run in a server.
     """
     if columns is None and workflow.fitted:
         columns = [name for name in workflow.outputs if name in workflow.vocabularies]
@@ -118,7 +118,8 @@ def _array(column: pl.Series) -> Array:
 
 
 def arrow_type(name: str, kind: str) -> pa.DataType:
-    """Return how requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or lists.
+    """Return the form in which requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or
+    lists.
 
     Raises:
         ValueError: A request cannot carry the type.
@@ -143,10 +144,11 @@ def _is_date(kind: str) -> bool:
 
 
 def as_fitted(values: pa.ChunkedArray, kind: str) -> pa.ChunkedArray:
-    """Return a column with the workflow's type if it has dates, such as the same unit of time; otherwise unchanged.
+    """Return a column with the workflow's type if it has dates, for example with the same unit of time; otherwise
+    unchanged.
 
     Raises:
-        ValueError: They cannot be.
+        ValueError: The column cannot be converted.
     """
     unit = _DATETIME.fullmatch(kind)
     if kind != "Date" and unit is None:
@@ -162,7 +164,7 @@ def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
     """Convert a column to the form of requests: shape (rows, 1), or (rows, longest) for lists.
 
     Raises:
-        ValueError: where values are not of that kind, or stand for null or padding.
+        ValueError: A value has another type, or stands for null or padding.
     """
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)

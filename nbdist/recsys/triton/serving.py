@@ -1,8 +1,8 @@
-"""A Triton server for trying a model repository: on the loopback interface, during a `with` block.
+"""A Triton server to try a model repository: on the loopback interface, during a `with` block.
 
 The server comes from the wheel nvidia-pytriton, which has only the Python backend, and runs on Linux (x86-64) without a
-container. It was built for NumPy 1: with NumPy 2 it gives models wrong arrays. So it is in a virtual environment of its
-own, with the few packages that the models need, separate from the notebook's.
+container. The server was built for NumPy 1: with NumPy 2 it gives models wrong arrays. So it is in a virtual
+environment of its own, separate from the notebook's, with the few packages that the models need.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Server:
     """
 
     http: str
-    """Its address for HTTP, ``host:port``, as `tritonclient.http` takes it."""
+    """The address for HTTP, ``host:port``, for `tritonclient.http`."""
     grpc: str
-    """Its address for gRPC, as `tritonclient.grpc` takes it."""
+    """The address for gRPC, for `tritonclient.grpc`."""
     pid: int
     log_file: Path
 
     @property
     def log(self) -> str:
-        """Return warnings and errors so far, and output of models."""
+        """Return the warnings and errors so far, and the output of models."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
 
 class _PortTaken(Exception):
-    """Another program has taken the port after it was found free and before the server listened on it."""
+    """Another program has taken a port after it was found free and before the server listened on it."""
 
 
 @contextlib.contextmanager
@@ -77,21 +77,23 @@ def serve(
     environment: str | os.PathLike[str] | None = None,
     timeout: float = 60.0,
 ) -> Iterator[Server]:
-    """Run a Triton server on the model repository `path` while a `with` block lasts.
+    """Run a Triton server on the model repository `path` during a `with` block.
 
     It listens only on the loopback interface, at free ports, and has loaded all models of the repository when the block
     begins. When the block ends, or this process dies, the server and its shared memory are removed.
 
     Args:
-        path: A model repository whose models are ensembles or of the Python backend, as `export_ensemble` writes it
-            with ``backend="python"``.
-        environment: The folder of the server's virtual environment, with what ``requirements/triton.txt`` lists. None:
-            the one that the environment variable NBDIST_TRITON names, or `triton` in this environment's own folder.
-        timeout: Seconds that it may take to load the models.
+        path: A model repository whose models are ensembles or of the Python backend, such as one that `export_ensemble`
+            has written with ``backend="python"``.
+        environment: The folder of the server's virtual environment, with the packages in ``requirements/triton.txt``.
+            None: the folder in the environment variable NBDIST_TRITON, or `triton` in this environment's own folder.
+        timeout: The longest time for loading the models, in seconds.
 
     Raises:
-        FileNotFoundError: There is no such repository, or no server in `environment`; the message says how to get one.
-        RuntimeError: The server ended while it started, as it does when a model cannot be loaded; with what it wrote.
+        FileNotFoundError: There is no such repository, or no server in `environment`. The error describes how to get
+            one.
+        RuntimeError: The server ended while it started, for example because a model could not be loaded. The error has
+            its output.
         TimeoutError: The server was not ready in time.
 
     Examples:
@@ -145,10 +147,10 @@ class _Installed:
 
     folder: Path
     version: str
-    """Python's, as in "3.11"."""
+    """The version of Python, such as "3.11"."""
     packages: Path
     libraries: tuple[str, ...]
-    """Folders in which the interpreter's shared library can be."""
+    """The folders that may have the interpreter's shared library."""
 
     @classmethod
     def find(cls, environment: str | os.PathLike[str] | None) -> _Installed:
@@ -176,8 +178,8 @@ class _Installed:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the environment with which the stub finds the interpreter's library, and through its `python3` the
-        packages."""
+        """Return the environment variables with which the stub finds the interpreter's library and, through its
+        `python3`, the packages."""
         libraries = [
             str(self.packages / "nvidia_pytriton.libs"),
             *self.libraries,
@@ -187,7 +189,7 @@ class _Installed:
         return {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PATH": ":".join(filter(None, path))}
 
     def link_backends(self, folder: Path) -> None:
-        """Make a folder of backends, in which the Python backend has the stub of this environment's Python version."""
+        """Make a folder of backends, whose Python backend has the stub for this environment's Python version."""
         server = self.packages / "pytriton" / "tritonserver"
         stub = server / "python_backend_stubs" / self.version / "triton_python_backend_stub"
         if not stub.is_file():
@@ -267,7 +269,7 @@ def _tail(log: str, lines: int = 30) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
-    """End the server. It ends its stubs when asked; if it has already ended, they are killed."""
+    """End the server. It ends its stubs when it is asked to end; if it has already ended, they are killed."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)

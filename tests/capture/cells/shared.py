@@ -38,7 +38,7 @@ assert dict(own) == {0: 0, 1: 1, 2: 4}
 manager.shutdown()
 del manager, own, results, queue, inner, same
 
-# %% memory that travels as a copy is said; a block that is opened by its name is shared
+# %% memory that is sent as a copy is said; a block that is opened by its name is shared
 import os
 import warnings
 from multiprocessing import shared_memory
@@ -62,7 +62,7 @@ def write():
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     in_ddp(2, write)
-assert sorted(str(one.message).partition(" travels as a copy")[0] for one in said) == [
+assert sorted(str(one.message).partition(" is sent as a copy")[0] for one in said) == [
     "a tensor in shared memory (share_memory_())",
     "an array in shared memory (mmap, SharedMemory)",
 ]

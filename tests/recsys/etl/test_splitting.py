@@ -94,7 +94,7 @@ def test_a_time_that_is_nan_is_before_all_others() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda frame: leave_one_out(frame, by="who"), "no column 'who', but 'row', 'user', 'timestamp'"),
+        (lambda frame: leave_one_out(frame, by="who"), "no column 'who'; the columns are 'row', 'user', 'timestamp'"),
         (lambda frame: time_split(frame, time="when"), "no column 'when'"),
         (lambda frame: time_split(frame, valid=0.5, test=0.5), "together less than 1"),
         (lambda frame: time_split(frame, valid=0.5, test=3), "must both be parts of the rows, or both times"),

@@ -153,7 +153,7 @@ def test_columns_with_one_vocabulary(tmp_path: Path) -> None:
 
 def test_columns_of_different_types_have_no_vocabulary_together() -> None:
     rows = pl.DataFrame({"movie": ["1"], "seen": [[1]]})
-    with pytest.raises(ValueError, match=r"'movie' and 'seen' are to have one vocabulary, .* String and Int64"):
+    with pytest.raises(ValueError, match=r"'movie' and 'seen' share one vocabulary, .* String and Int64"):
         Workflow(Categorify(("movie", "seen"))).fit(rows)
 
 

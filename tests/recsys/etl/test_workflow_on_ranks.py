@@ -234,7 +234,7 @@ def test_ranks_that_fit_different_rows_are_refused(sessions: Sessions, tmp_path:
 
     (tmp_path / "mine").write_text("")
     for (said,) in sessions[2].run_all(there_already):
-        assert "is there already" in said
+        assert "already exists" in said
     assert os.listdir(tmp_path) == ["mine"]
 
 

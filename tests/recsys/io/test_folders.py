@@ -46,7 +46,7 @@ def test_killed_at_any_rename(tmp_path: Path, how: str) -> None:
             break
         assert done.returncode == -signal.SIGKILL
         if how == "plainly" and not folder.exists():
-            with pytest.raises(FileExistsError, match="is there already"):  # brought back, and kept
+            with pytest.raises(FileExistsError, match="already exists"):  # brought back, and kept
                 write(NEW, folder)
         assert read(folder) == [1, 2]
     assert read(folder) == [3, 4, 5] and os.listdir(tmp_path) == ["out"]

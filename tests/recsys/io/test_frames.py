@@ -228,7 +228,7 @@ def test_partitions(tmp_path: Path) -> None:
     loader = ParquetLoader(folder, 4, columns=["n", "user"])
     (batch,) = loader
     assert list(batch) == ["n", "user"] and batch["n"].tolist() == [(1 if u < 3 else 2) for u in batch["user"].tolist()]
-    with pytest.raises(ValueError, match=r"column 'date', after which a folder is called, .* columns="):
+    with pytest.raises(ValueError, match=r"column 'date' comes from the names of folders, .* columns="):
         ParquetLoader(folder, 4)
     by_day = Join(folder, on="user", columns="date")
     assert Workflow(by_day).fit({"user": [3]}, progress=False).transform({"user": [3]}).collect()["date"].to_list() == [

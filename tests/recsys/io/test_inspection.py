@@ -47,7 +47,7 @@ def test_files_that_differ(tmp_path: Path, table: pa.Table, message: str) -> Non
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="names no file"):
+    with pytest.raises(ValueError, match="must name at least one file"):
         inspect([], look)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         inspect(tmp_path / "nowhere", look)

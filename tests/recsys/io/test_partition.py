@@ -53,7 +53,7 @@ def test_every_row_is_dealt_out_in_equal_steps(rows: int, world: int, batch: int
         ((5, 0, 1, "keep"), "`world_size` must be at least 1, got 0"),
         ((5, 1, 0, "keep"), "`batch_size` must be at least 1, got 0"),
         ((5, 1, 1, "some"), "'keep', 'pad', 'drop'"),
-        ((3, 4, 8, "keep"), "3 rows cannot go once each to 4 ranks"),
+        ((3, 4, 8, "keep"), "3 rows cannot be divided among 4 ranks"),
         ((3, 2, 1, "keep"), "remainder='pad' or 'drop'"),
         ((15, 2, 8, "drop"), "do not fill one batch of 8"),
     ],

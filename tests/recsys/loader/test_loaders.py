@@ -116,7 +116,7 @@ def check_epochs(make: Any, s: dict[str, Any]) -> None:
     try:
         ranks = [make(rank) for rank in range(world)]
     except ValueError as error:
-        assert "cannot go once each" in str(error) or "do not fill one batch" in str(error)
+        assert "cannot be divided among" in str(error) or "do not fill one batch" in str(error)
         return
     first, second = ([epoch(one) for one in ranks] for _ in range(2))
     partition = ranks[0].partition
@@ -457,8 +457,8 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     refused("nothing.parquet: no such file", error=FileNotFoundError, files=tmp_path / "nothing.parquet")
     (tmp_path / "empty").mkdir()
     refused(r"empty: the folder has no \*.parquet", error=FileNotFoundError, files=tmp_path / "empty")
-    refused("names no file", files=[])
-    refused("a.parquet: column 'title' is there 0 times", columns=["title"])
+    refused("must name at least one file", files=[])
+    refused("a.parquet: column 'title' must be in the file once, got 0 times", columns=["title"])
     refused("no columns", columns=[])
     refused("b.parquet: not a whole Parquet file", good.read_bytes()[:-30])
     refused("b.parquet: column 'extra' is not in .*a.parquet", table(3).append_column("extra", pa.array([1, 2, 3])))
@@ -500,7 +500,7 @@ def test_the_memory_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     total = sum(int(batch["user"].sum()) for batch in one)
     assert total == data["user"].sum() and budget // 4 < max(taken) < budget
     with pytest.raises(
-        ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Say memory_bytes=(\d+) or more"
+        ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Use memory_bytes=(\d+) or more"
     ) as caught:
         ParquetLoader(folder, 4096, memory_bytes=8 << 20)
     enough = int(str(caught.value).split("memory_bytes=")[2].split()[0])
@@ -707,7 +707,7 @@ def test_lists_of_lists_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_columns_of_one_name_and_batches_of_no_whole_number() -> None:
-    with pytest.raises(ValueError, match=r"columns \['a'\] are there twice"):
+    with pytest.raises(ValueError, match=r"columns \['a'\] occur twice"):
         MemoryLoader(pd.DataFrame([[1, 2]], columns=["a", "a"]), 1)
     for wrong in (2.0, "2"):
         with pytest.raises(ValueError, match="`batch_size` must be an integer, got"):

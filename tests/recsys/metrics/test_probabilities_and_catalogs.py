@@ -42,12 +42,12 @@ def test_probabilities_match_a_plain_formula(rows: list[tuple[int, ...]], logits
         return
     share = np.average(labels, weights=weights)
     if share == 0:
-        with pytest.raises(ValueError, match="no row has the label 1"):
+        with pytest.raises(ValueError, match="at least one row must have the label 1"):
             calibration.compute()
     else:
         assert float(calibration.compute()) == pytest.approx(np.average(probabilities, weights=weights) / share)
     if share in (0, 1):
-        with pytest.raises(ValueError, match="it needs both labels"):
+        with pytest.raises(ValueError, match=r"it needs both labels|labels must be both 0 and 1"):
             entropy.compute()
         return
     loss = log_loss(labels, probabilities, sample_weight=weights, labels=[0, 1])

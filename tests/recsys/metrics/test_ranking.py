@@ -200,7 +200,9 @@ def test_in_a_training_run(session: Session) -> None:
         loader, metrics = MemoryLoader(rows, 5), {"auc": AUC(), "ndcg": NDCG(3), "mrr": MRR(), "recall": Recall(1)}
         history = fit(model, predict, loader, loader, steps=1, metrics=metrics, progress=False)
         padded = evaluate(model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
-        with pytest.raises(TypeError, match="mrr: MRR ranks the rows of each user: predict has to return who they are"):
+        with pytest.raises(
+            TypeError, match="mrr: MRR ranks the rows of each user, so `predict` must also return the users"
+        ):
             evaluate(model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
         weighted = torch.where(users == 0, 4.0, 1.0)
 

@@ -18,6 +18,7 @@ from nbdist import Session
 from nbdist.recsys.etl import Categorify, Log, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import DLRM, DCNv2, DeepFM
+from nbdist.recsys.raw_ids import RawIds
 from nbdist.recsys.sharding import shard
 from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
@@ -103,20 +104,30 @@ def test_deepfm_adds_the_inner_products() -> None:
 
 def test_models_that_make_no_sense() -> None:
     for make in (DLRM, DCNv2, DeepFM):
+        for size in (RawIds, "many", 10.5, True):
+            with pytest.raises(TypeError, match=r"`cardinalities\['user'\]` must be the number of codes, or a RawIds"):
+                make({"user": size}, ["age"])
+        with pytest.raises(TypeError, match="`cardinalities` must be a mapping from columns"):
+            make(RawIds(), ["age"])
+        with pytest.raises(ValueError, match=r"`cardinalities\['user'\]` must be at least 1, got 0"):
+            make({"user": 0}, ["age"])
+        for names in (8, "age"):
+            with pytest.raises(TypeError, match="`dense_features` must be a list of names of columns"):
+                make({"user": 3}, names)
         with pytest.raises(ValueError, match="must have a column of codes"):
             make({}, ["age", "year"])
-        with pytest.raises(ValueError, match="'age' is in `cardinalities` and in `dense_features`"):
+        with pytest.raises(ValueError, match="'age' is in `cardinalities` and in `dense_features`: remove it"):
             make({"age": 3, "user": 4}, ["age"])
         with pytest.raises(ValueError, match=r"`dense_features` must name each column once, got \['age', 'age'\]"):
             make({"user": 3, "item": 4}, ["age", "age"])
         for name in ("items", "keys", "a.b", ""):
-            with pytest.raises(ValueError, match="no table can be called"):
+            with pytest.raises(ValueError, match="no table can have the name"):
                 make({"user": 3, name: 4})
     with pytest.raises(ValueError, match="nothing to take products of"):
         DLRM({"user": 3})
     with pytest.raises(ValueError, match="`crosses` and `low_rank` must be at least 1, got 0"):
         DCNv2({"user": 3}, crosses=0)
-    with pytest.raises(ValueError, match="no column 'height' with one number per row, but user, movie"):
+    with pytest.raises(ValueError, match="no column 'height' with one number per row; its columns are user, movie"):
         DeepFM(SIZES, ["height"])(rows(3))
 
 

@@ -86,7 +86,7 @@ def test_histories_of_rows_that_do_not_fit(tmp_path: Path, kind: str, memory: in
     found = pl.concat(map(pl.read_parquet, files))
     assert found.columns == expected.columns and found.rows() == expected.rows()
     assert sorted(os.listdir(tmp_path)) == ["in", "out"], "nothing else is left"
-    with pytest.raises(FileExistsError, match="out is there already"):
+    with pytest.raises(FileExistsError, match="out already exists"):
         write_history(source, tmp_path / "out", "movie", **options)
     few = write_history(frame[:2], tmp_path / "out", "movie", num_files=8, overwrite=True, progress=False)
     assert (

@@ -66,7 +66,7 @@ def test_the_same_weights_gradients_and_names_as_torchrecs() -> None:
 
 def test_batches_that_cannot_be_looked_up_are_refused() -> None:
     tables = PooledTables(SIZES, embedding_dim=4)
-    with pytest.raises(ValueError, match="no column 'genres', but user"):
+    with pytest.raises(ValueError, match="no column 'genres'; its columns are user"):
         tables({"user": torch.tensor([1])})
     with pytest.raises(ValueError, match=r"'user' has shape \(1, 2\): a list or one id per row"):
         tables({"user": torch.tensor([[1, 2]])})
@@ -78,13 +78,13 @@ def test_batches_that_cannot_be_looked_up_are_refused() -> None:
         tables({**batch(), "user": torch.rand(4)})
     with pytest.raises(ValueError, match="`mode` must be 'mean' or 'sum', got 'max'"):
         PooledTables(SIZES, mode="max")
-    with pytest.raises(ValueError, match="no table can be called 'keys'"):
+    with pytest.raises(ValueError, match="no table can have the name 'keys'"):
         SequenceTables({"keys": 3})
-    with pytest.raises(ValueError, match="the number of codes of 'user' must be an integer, at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`cardinalities\['user'\]` must be at least 1, got 0"):
         PooledTables({"user": 0})
-    with pytest.raises(ValueError, match="`embedding_dim` must be an integer, at least 1, got 0"):
+    with pytest.raises(ValueError, match="`embedding_dim` must be at least 1, got 0"):
         SequenceTables(SIZES, embedding_dim=0)
-    with pytest.raises(TypeError, match=r"`cardinalities` must be a dict .* got list"):
+    with pytest.raises(TypeError, match="`cardinalities` must be"):
         PooledTables(["user"])  # type: ignore[arg-type]
 
 

@@ -310,9 +310,12 @@ def test_what_is_not_supported_is_refused(sessions: Sessions, tmp_path: Path) ->
     for options in (
         *({"capacity": 0}, {"capacity": True}, {"admit_after": None}, {"capacity": 1, "capacity_bytes": 9}),
         *({"admit_probability": 0}, {"evict": "fifo"}, {"unknown": None}, {"bound": -1.0}, {"time_to_live": 1.5}),
+        *({"admit_probability": "0.1"}, {"admit_probability": 2}, {"bound": "x"}, {"capacity": "1M"}),
     ):
-        with pytest.raises(ValueError, match=r"must be|one of the two"):
+        with pytest.raises((TypeError, ValueError), match=r"must be|one of the two"):
             RawIds(**options)
+    with pytest.raises(TypeError, match=r"raw ids must be integers, got torch\.float32"):
+        RawTable(2, RawIds())(torch.tensor([1.5]))
     with pytest.raises(ValueError, match="must return a number for each of"):
         session.run(train, RawIds(capacity=9, evict=lambda counts, ages: counts[:1]), batches(2), OPTIMIZERS["adam"])
 

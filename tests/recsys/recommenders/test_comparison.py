@@ -119,9 +119,10 @@ def test_a_line_for_each_model(capsys: pytest.CaptureFixture[str]) -> None:
         (
             {"log": planted(2).head(2)},
             ValueError,
-            "`log` must have rows to choose among settings by, got none in 2 rows",
+            "`log` must have rows for validation, got none of 2 rows",
         ),
-        ({"protocol": ByTime(0.6, 0.6)}, ValueError, "together less than 1"),
+        ({"protocol": "time"}, TypeError, r"`protocol` must be LeaveOneOut\(\) or ByTime\(valid, test\), got 'time'"),
+        ({"protocol": ByTime}, TypeError, "`protocol` must be"),
     ],
 )
 def test_mistakes_in_a_comparison_are_named(options: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -135,8 +136,10 @@ def test_mistakes_in_a_comparison_are_named(options: dict[str, Any], kind: type[
     [
         (lambda: Range(2, 1), "`low` must be below `high`, got 2 and 1"),
         (lambda: Range(0, 1, log=True), "`low` must be above 0 on a logarithmic scale, got 0"),
+        (lambda: ByTime(0.6, 0.6), "`valid` and `test` must together be below 1, got 0.6 and 0.6"),
+        (lambda: ByTime(valid=0), "`valid` must be a finite number above 0, got 0"),
     ],
 )
-def test_ranges_that_hold_nothing(make: Any, message: str) -> None:
+def test_ranges_and_shares_that_hold_nothing(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -185,7 +185,7 @@ def test_logs_of_any_form(form: Any) -> None:
         (
             lambda: EASE().fit(frame([(1, 1)])).recommend(["1"]),
             TypeError,
-            "ids must be Int64, as the known ones, got String",
+            "ids must be Int64, as in the log or index, got String",
         ),
         (lambda: EASE().fit(frame([(1, 1)])).recommend([1], 0), ValueError, "`k` must be at least 1, got 0"),
         (lambda: EASE().fit(frame([(1, 1)])).recommend_for([3]), TypeError, "ids must be a list for each row"),

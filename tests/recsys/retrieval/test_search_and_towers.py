@@ -127,7 +127,7 @@ def test_invalid_ids_of_an_index_are_refused(ids: list[Any], message: str) -> No
 
 
 def test_vectors_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"1 of 2 vectors are not finite, the first is that of id 'broken' in row 1"):
+    with pytest.raises(ValueError, match=r"1 of 2 vectors are not finite, the first belongs to id 'broken' in row 1"):
         ItemIndex(pl.Series(["good", "broken"]), torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]))
 
 

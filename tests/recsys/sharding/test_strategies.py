@@ -602,7 +602,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
         ),
         ({"optimizer": "lamb"}, r"must be one of sgd, adagrad, rowwise_adagrad, adam on CPU ranks, got 'lamb'"),
         ({"optimizer": "lars_sgd", "fused": False}, r"must be one of sgd, .* on CPU ranks, got 'lars_sgd'"),
-        ({"optimizer": {"table_0": "sgd"}}, r"optimizer= says nothing about table 'table_1': add it, or '\*'"),
+        ({"optimizer": {"table_0": "sgd"}}, r"optimizer= has no entry for table 'table_1': add it, or '\*'"),
         ({"lr": {"users": 0.1, "*": 1.0}}, r"'users' matches no table; there are table_0, table_1"),
         ({"optimizer": "adamw"}, "`optimizer` must be one of sgd, adagrad.* got 'adamw'"),
         ({"strategies": {"*": "rowwise"}}, r"'rowwise' is not a sharding strategy; choose one of table_wise, row_wise"),

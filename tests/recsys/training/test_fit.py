@@ -557,7 +557,7 @@ def test_snapshots_keep_the_newest(sessions: Sessions, tmp_path: Path) -> None:
 def test_snapshots_that_do_not_fit(sessions: Sessions, tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, every=2, resume=True)
     sessions[2].run(train, "sharded", 1200, 64, steps=4, snapshots=snapshots, progress=False)
-    with pytest.raises(ValueError, match=r"has snapshots of a run, the newest step-4: say resume=True"):
+    with pytest.raises(ValueError, match=r"has snapshots of a run, the newest step-4: give resume=True"):
         sessions[2].run(train, "sharded", 1200, 64, steps=8, snapshots=Snapshots(tmp_path), progress=False)
     with pytest.raises(ValueError, match=r"loader with rows=1200, this one has 1300"):
         sessions[2].run(train, "sharded", 1300, 64, steps=8, snapshots=snapshots, progress=False)

@@ -160,7 +160,9 @@ def test_a_metric_without_a_direction_chooses_nothing(sessions: Sessions, tmp_pa
 
     def run() -> None:
         for options in ({"snapshots": Snapshots(tmp_path / "run", keep_best="mean")}, {"patience": 1}):
-            with pytest.raises(ValueError, match="goes by 'mean', and Means does not say whether more of it is better"):
+            with pytest.raises(
+                ValueError, match="uses 'mean', and Means does not define whether larger values are better"
+            ):
                 fit(linear(), predict, rows(), rows(), steps=1, metrics={"mean": Means()}, progress=False, **options)
 
     sessions[1].run(run)

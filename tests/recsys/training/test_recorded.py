@@ -81,5 +81,5 @@ def test_a_folder_with_a_recording_is_refused(session: Session, tmp_path: Path) 
     session.run(train, "replicated", tmp_path / "one", {}, 11)
     (tmp_path / "two").mkdir()
     (tmp_path / "one" / "recorded").rename(tmp_path / "two" / "recorded")
-    with pytest.raises(ValueError, match="`record` must be a folder without a recording"):
+    with pytest.raises(ValueError, match="the folder of a recording must not hold one already"):
         session.run(train, "replicated", tmp_path / "two", {}, 11)

@@ -156,7 +156,7 @@ def test_levels_of_experts() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())  # or DistributedDataParallel would wait
     with pytest.raises(ValueError, match="`tasks` must be names"):
         MMoE("click", {"user": 3})
-    with pytest.raises(ValueError, match="no task can be called 'items'"):
+    with pytest.raises(ValueError, match="no task can have the name 'items'"):
         MMoE(["items"], {"user": 3})
 
 
@@ -170,7 +170,7 @@ def test_what_makes_no_sense_is_refused(sessions: Sessions) -> None:
         return both(model, batch)["click"]
 
     cases: list[tuple[Any, str, dict[str, Any]]] = [
-        (ValueError, "must return the tasks click, rating as `loss` has, got no named tasks", {"predict": one}),
+        (ValueError, "must return the tasks click, rating, like `loss`, got no named tasks", {"predict": one}),
         (ValueError, "returns the tasks click, rating: give a dict from task to loss", {"loss": log_loss}),
         (TypeError, "`loss` must be a function, or a dict", {"loss": {"click": 1}}),
         (ValueError, "has 'buy', which is no task", {"sample_weight": {"buy": "weight"}}),

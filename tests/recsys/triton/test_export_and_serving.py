@@ -438,7 +438,7 @@ class Scores(nn.Module):
         ({"name": ""}, ValueError, "`name` must have .* got ''"),
         ({"backend": "tensorrt"}, ValueError, "`backend` must be one of onnxruntime, python, got 'tensorrt'"),
         ({"max_batch_size": 0}, ValueError, "`max_batch_size` must be at least 1 .* got 0"),
-        ({"output": "user"}, ValueError, "`output` must be another name than the columns', got 'user'"),
+        ({"output": "user"}, ValueError, "`output` must not be the name of a column, got 'user'"),
         ({"columns": ["user", "rating"]}, ValueError, "'rating' is not among the outputs"),
         ({"columns": ["user", "hour"]}, ValueError, "column 'hour' is computed by a polars expression"),
         ({"columns": ["user", "note"]}, ValueError, "column 'note' is string, which no model can take"),

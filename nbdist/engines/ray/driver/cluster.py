@@ -39,10 +39,10 @@ class Link:
         self.gpus: list[str] = []
         self.name = f"node {number}"
         self.node_id = ""
-        """Ray's, to know it by where Ray speaks of its nodes."""
+        """Ray's id of the node, as Ray's messages about nodes have it."""
 
     def forget(self) -> None:
-        """Reset the state for other ranks."""
+        """Reset the state for the next ranks."""
         self.outbox = []
         self.filled.clear()
         self.has.clear()
@@ -113,7 +113,8 @@ def most_by_sums(options: RayOptions) -> int:
 
 
 def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int, say: Callable[[str], None]) -> None:
-    """Wait until the cluster has room for a number of ranks; `there_is` waits a second for it. Raises `Refused`."""
+    """Wait until the cluster has room for a number of ranks. `there_is` waits for it for one second. Raises
+    `Refused`."""
     begin = time.monotonic()
     notice_at = begin + 3.0
     while not there_is():
@@ -131,7 +132,7 @@ def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int,
 
 
 def host_class() -> Any:
-    """Return the class of the actors that hold the agents, as Ray takes it."""
+    """Return the class of the actors that hold the agents, in the form that Ray takes."""
     import ray
 
     sent.by_value()
@@ -152,7 +153,7 @@ class Cluster:
         self._group: Any = None
         self._counts: list[int] = []
         self.takes_folder = "working_dir" not in options.runtime_env
-        """True if ranks work in the notebook's folder, where it exists."""
+        """True if ranks work in the notebook's folder, if the node has this folder."""
         connect(options, say)
         self._reserve(world_size, world_size if least is None else least, say)
         self.links: list[Link] = []

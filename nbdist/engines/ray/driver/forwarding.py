@@ -104,7 +104,7 @@ class Forwarding:
             link.filled.set()
 
     def _share(self, segment: Segment) -> str:
-        """Return the name of a segment; a segment that is known already keeps its name, and is not sent again."""
+        """Return the name of a segment. A segment that was sent before keeps its name and is not sent again."""
         status = os.fstat(segment.fd)
         key = f"{status.st_dev}:{status.st_ino}"
         if key in self._shared:
@@ -174,7 +174,7 @@ class Forwarding:
     # ------------------------------------------------------------------------------------------------ from the nodes
 
     async def _guarded(self, link: Link, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work of a link while its node lives; then report its ranks as lost."""
+        """Do the work of a link while its node lives. Then report the node's ranks as lost."""
         try:
             await work
         except asyncio.CancelledError:

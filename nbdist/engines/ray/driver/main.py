@@ -1,4 +1,4 @@
-"""The process between a notebook and a Ray cluster. It is Ray's driver, so that the kernel need not be.
+"""The process between a notebook and a Ray cluster. It is Ray's driver, in place of the kernel.
 
 Ray ends a driver that has lost the head of its cluster ("Failed to connect to GCS within 60 seconds"), and starts
 threads, handlers and loggers in it. A kernel must not have either. For the kernel, this process is the other end of one
@@ -31,8 +31,8 @@ class Driver:
 
     Args:
         control: The connection to the kernel.
-        kernel: A descriptor that ends with the process of the kernel, since a child of it may hold the other end of
-            `control`; -1 for none.
+        kernel: A descriptor that is closed when the kernel's process ends, because a child of the kernel may hold the
+            other end of `control`; -1: none.
         cluster: The nodes.
     """
 
@@ -113,7 +113,8 @@ class Driver:
 
 
 def main(fd: str, kernel: str) -> None:
-    """Connect to the cluster, report to the kernel, and serve it; the descriptor `kernel` ends with its process."""
+    """Connect to the cluster, report to the kernel, and serve it; the descriptor `kernel` ends with the kernel's
+    process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the notebook is for the ranks, in order
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

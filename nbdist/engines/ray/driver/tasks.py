@@ -218,7 +218,7 @@ def _wanted(options: RayOptions) -> dict[str, Any]:
 
 
 def _task(options: RayOptions, live: bool) -> Any:
-    """Return the function that does a chunk on a node, as Ray takes it."""
+    """Return the function that works on a chunk on a node, in the form that Ray takes."""
     import ray
 
     if live:

@@ -83,10 +83,10 @@ class DriverProcess:
             if reply[0] != "ready":
                 raise NbdistError(reply[1] if reply[0] == "refused" else self.why_gone())
             self.counts: list[int] = reply[1]
-            """Ranks on each node."""
+            """The number of ranks on each node."""
             self.world_size = sum(self.counts)
             self.whole = self.world_size == world_size
-            """True if there is room for as many as were wanted."""
+            """True if there is room for the number of ranks that was asked for."""
         except BaseException:
             self.stop(at_once=True)
             raise
@@ -201,8 +201,8 @@ class DriverProcess:
             self.stop()
 
     def stop(self, at_once: bool = False) -> None:
-        """Give the resources back: close the connection, and the process ends everything. With `at_once` the process is
-        killed, and Ray does it."""
+        """Release the resources: close the connection, whereupon the process ends everything. With `at_once` the
+        process is killed, and Ray itself ends the rest."""
         if self._not_ours:
             return
         if at_once:

@@ -156,7 +156,7 @@ class RayRanks:
             self._gathered.append(_Sent(rank, "messages", message, parcel))
 
     def limit_sending(self, seconds: float) -> None:
-        """Do nothing: messages are handed to the driver, which passes them on."""
+        """Do nothing: messages are handed to the driver, which sends them on."""
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -215,7 +215,7 @@ class RayRanks:
         return node.interface if self._several else LOOPBACK_INTERFACE
 
     def _may_have(self, name: str) -> bool:
-        """Return whether ranks get a variable. Those that restrict connections to one machine do not hold on a
+        """Return whether ranks get a variable. Variables that restrict connections to one machine are not used on a
         cluster."""
         return self._several or name not in INTERFACE_VARIABLES
 
@@ -324,7 +324,7 @@ class _Sent(NamedTuple):
 
     rank: int
     kind: str
-    """`messages`; or what its agent is asked for: `signals`, `aborts`."""
+    """`messages`, or the kind of a request to its agent: `signals`, `aborts`."""
     what: Any
     """The message, the number of the signal, or the connections to cut."""
     parcel: Parcel | None

@@ -40,9 +40,9 @@ _BEGIN = "import json, sys; config = json.loads(sys.stdin.readline()); there = {
 
 
 def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
-    """Return the engine's options for machines with `gpus` GPUs each; `fields` are the user's options.
+    """Return the engine's options for machines with `gpus` GPUs each. `fields` are the options that the user gave.
 
-    Raises `ValueError` or `TypeError` for fields that make no sense.
+    Raises `ValueError` or `TypeError` for invalid fields.
     """
     return RayOptions(**{"gpus": min(gpus, 1), **fields})
 
@@ -65,7 +65,7 @@ class Machines:
             can connect to the head directly.
 
     Raises:
-        NbdistError: A machine cannot be reached, has no Ray or another one, or takes too long.
+        NbdistError: A machine cannot be reached, lacks Ray or has another version, or takes too long.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Machines:
         self.address = ""
         self._tunnel: subprocess.Popen[str] | None = None
         self.lent = False
-        """True if a process has got what keeps the machines after the end of this one."""
+        """True if another process has the descriptors that keep the machines after the end of this process."""
         process.check_token_support()
         token = process.token_variables(secrets.token_hex(32))
         config = {
@@ -198,7 +198,7 @@ class Machines:
             reason = text or "ssh says nothing"
             return f"{name} cannot be reached: {reason}. `ssh {name} true` has to work without a question"
         if status in (126, 127):
-            return f"{name} does not find its Python: {text}. Say python=, the one that has Ray and nbdist there"
+            return f"{name} does not find its Python: {text}. Give python=, the path of the one with Ray and nbdist"
         return f"{program} for {name} ended with exit code {status} before Ray ran: {text or 'it says nothing'}"
 
     def _dig(self, tunnel: Callable[[int, str], Sequence[str]], address: str, seconds: float) -> int:
@@ -230,7 +230,7 @@ class Machines:
         return [stream.fileno() for stream in streams if stream is not None]
 
     def leave(self) -> None:
-        """End the hold of this process on the machines: Ray on them goes on while another process keeps them."""
+        """Stop keeping the machines. Ray on them goes on while another process keeps them."""
         processes, self._processes = self._processes, []
         self._let_go(processes)
 

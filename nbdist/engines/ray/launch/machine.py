@@ -30,8 +30,8 @@ def main(config: dict[str, Any]) -> None:
     """Run a Ray node until standard input ends, or has an empty line.
 
     Args:
-        config: `number`, 0 for the head, unless Slurm gives one; `versions` that there have to be; `gpus`; `env` for
-            Ray, `arguments` of `ray start`; `folder` for its files.
+        config: `number`, 0 for the head, unless Slurm gives one; `versions` that the machine must have; `gpus`; `env`
+            for Ray, `arguments` of `ray start`; `folder` for its files.
     """
     number = int(os.environ.get("SLURM_PROCID", config["number"]))
     _say(number, "begun")

@@ -71,7 +71,7 @@ def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
 def _session(sessions: str) -> str:
     """Return the folder in `sessions` of the Ray that this process has started; empty if it has none.
 
-    Ray ends the name with the process id.
+    The name that Ray gives the folder ends with the process id.
     """
     found = glob.glob(os.path.join(glob.escape(sessions), f"session_*_{os.getpid()}"))
     return max(found, key=os.path.getmtime, default="")

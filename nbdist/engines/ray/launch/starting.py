@@ -119,7 +119,7 @@ def why(session: str, said: str) -> str:
 
     Args:
         session: The folder of this start, such as /tmp/ray/session_2026-…; it may be missing.
-        said: Ray's own message about it.
+        said: Ray's own message about the failure.
     """
     if _slow(session):
         cores, load = os.cpu_count() or 1, os.getloadavg()[0]

@@ -66,7 +66,8 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
     Args:
         address: The address of this node in the cluster.
         path: The notebook's `sys.path`; the folders that exist on this node are used.
-        cwd: The notebook's folder, which holds if it is here. None: the folder of the runtime environment holds.
+        cwd: The notebook's folder, which is used if it exists on this node. None: the folder of the runtime environment
+            is used.
         gpus: The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them.
     """
     if gpus:
@@ -83,8 +84,8 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
 
 def _address_of_ray() -> dict[str, str]:
-    """Return the variable with which a rank that uses Ray itself connects to this cluster, and starts no Ray of its
-    own."""
+    """Return the variable by which a rank that uses Ray itself connects to this cluster, and does not start another
+    Ray."""
     ray = sys.modules.get("ray")
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray is not None and ray.is_initialized() else {}
 
@@ -116,7 +117,7 @@ class Agent:
         self._opening = threading.Lock()
         self._joining: set[int] = set()
         self._calling: set[int] = set()
-        """The ranks that have a call."""
+        """The ranks that have a call at present."""
         self.stored = Stored()
         self._delivered = 0
         self._last_poll: tuple[int, int, list[Event]] = 0, 0, []
@@ -182,7 +183,7 @@ class Agent:
         return "output", self._first + number, 0, encoded(kind, what)
 
     def _leave_out(self) -> None:
-        """Leave out what waits to be sent, once the cell shows the last lines alone."""
+        """Drop the output that waits to be sent, once the cell shows only the last lines."""
         call, self._to_cut = self._to_cut, -1
         if call >= 0 and self._output.cut(call):
             waiting = list(self._events)

@@ -31,8 +31,8 @@ class Worker:
     Args:
         surroundings: `sys.path` and folder of the notebook; the GPUs of the call.
         modules, notebook, env: As for `Agent`.
-        begin: The message that gives it the function.
-        first: The number of the first item that it will get.
+        begin: The message with the function.
+        first: The number of the first item that the process will get.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The output of a node's ranks: all of it is kept here, and only the part that the cell shows is sent to the notebook.
 
-A call brings whether the cell shows the output of its rank (`protocol.Call.shown`). When the cell shows only the last
-lines, the kernel reports it (`cut`). From then on a node sends the last lines of its ranks and the number of the
-others, at intervals.
+The message of a call says whether the cell shows the output of its rank (`protocol.Call.shown`). When the cell shows
+only the last lines, the kernel reports it (`cut`). From then on, a node sends the last lines of its ranks and the
+number of other lines, at intervals.
 """
 
 from __future__ import annotations

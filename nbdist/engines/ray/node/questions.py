@@ -11,7 +11,7 @@ from ...local import LocalRanks
 
 
 class Questions:
-    """Answers for the ranks of a node, which go by their numbers in the whole session.
+    """Answers about the ranks of a node. The ranks are given by their numbers in the whole session.
 
     Args:
         ranks: The ranks of the node.

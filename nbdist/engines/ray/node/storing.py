@@ -16,7 +16,7 @@ class Branch(NamedTuple):
 
     host: Any
     numbers: list[int]
-    """Numbers of this node and of all below it."""
+    """The numbers of this node and of all nodes below it in the tree."""
     below: list[Branch]
 
 
@@ -28,7 +28,7 @@ class Stored:
         self._passing: list[tuple[Branch, Any]] = []
         """Nodes that take a part of a segment from this one, and their answers."""
         self.received = 0
-        """Bytes that have come here."""
+        """The number of bytes received."""
 
     def __getitem__(self, key: str) -> Segment:
         return self._segments[key]
@@ -40,7 +40,7 @@ class Stored:
     def store(self, key: str, size: int, start: int, data: Any, below: Sequence[Branch]) -> set[int]:
         """Store a part of a segment and pass it on. All parts are stored before the segment is delivered.
 
-        Returns the numbers of the nodes below that it has not got to.
+        Returns the numbers of the nodes below this one that the part has not reached.
         """
         if below:
             import ray

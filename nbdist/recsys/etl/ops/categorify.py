@@ -23,19 +23,19 @@ class Categorify(Step):
     int64. If no training row has code 0 or 1, the rows of a table for them are not trained: see `fill_unknown`.
 
     Args:
-        *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or
-            list have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
+        *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Columns in a tuple or
+            list share one vocabulary, such as a movie and the movies seen before it: ``Categorify("user", ("movie",
             "seen"))``.
-        min_count: The smallest number of rows for a value to be in the vocabulary. Or a mapping from columns to
-            numbers; of columns with a common vocabulary, name one.
-        max_size: Codes that a column may have, null and unknown values included: the rarest values are left
-            out. None: any number. Or a mapping from columns to numbers.
-        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, the hash
-            of a value decides, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
-            max_size=n + 1`` there is no vocabulary: each value is hashed. Or a mapping from columns to numbers.
+        min_count: The smallest number of rows for a value to be in the vocabulary. It may be a mapping from columns to
+            numbers; of columns that share a vocabulary, name one.
+        max_size: The largest number of codes of a column, including null and unknown values: the rarest values are left
+            out. None: any number. It may be a mapping from columns to numbers.
+        num_buckets: The number of codes for values that are not in the vocabulary. If there are several, the hash of a
+            value selects one, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
+            max_size=n + 1`` there is no vocabulary: each value is hashed. It may be a mapping from columns to numbers.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -72,8 +72,9 @@ class Categorify(Step):
             size, least = self.max_size[name], 1 + self.num_buckets[name]
             if size is not None and require_integer(size, "Categorify: max_size") < least:
                 raise ValueError(
-                    f"Categorify: max_size={size} of column {name!r}: at least {least}, null and "
+                    f"Categorify: `max_size` of column {name!r} must be at least {least}, for null and "
                     + ("unseen" if least == 2 else f"{least - 1} buckets")
+                    + f", got {size}"
                 )
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
@@ -86,13 +87,13 @@ class Categorify(Step):
                 codes[name] = pl.List(pl.Int64()) if isinstance(schema[name], pl.List) else pl.Int64()
                 if types[-1] != types[0]:
                     raise ValueError(
-                        f"{where}: Categorify: {group[0]!r} and {name!r} are to have one vocabulary, and their values "
-                        f"are {types[0]} and {types[-1]}: cast one of them"
+                        f"{where}: Categorify: {group[0]!r} and {name!r} share one vocabulary, but their types are "
+                        f"{types[0]} and {types[-1]}: cast one of them"
                     )
         return pl.Schema({**schema, **codes})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Collection[str] = ()) -> Stage:
-        """Return the codes of `names`; a `Join` has already added the codes for the columns in `coded`."""
+        """Return the codes of `names`, except for columns in `coded`, whose codes a `Join` has already added."""
 
         def run(frame: pl.LazyFrame) -> pl.LazyFrame:
             for name in names:
@@ -199,7 +200,7 @@ class Categorify(Step):
             if "buckets" in one:
                 buckets = saved.table(one["buckets"], counts)["count"]
             if frame["value"].has_nulls() or frame["value"].is_duplicated().any() or len(buckets) < 1:
-                raise ValueError(f"{one['vocabulary']}: each `value` must be there once, and none be null")
+                raise ValueError(f"{one['vocabulary']}: each `value` must occur once, and none may be null")
             for seen in (frame["count"], buckets, pl.Series([require_integer(one["nulls"], "nulls")])):
                 if seen.has_nulls() or (seen < 0).any():
                     raise ValueError(f"{one['vocabulary']}: counts must be at least 0")
@@ -236,6 +237,6 @@ class Categorify(Step):
         for group in self.groups:
             said = {name: value[name] for name in group if name in value}
             if len(set(said.values())) > 1:
-                raise ValueError(f"Categorify: {what}: {said}, but these columns have one vocabulary")
+                raise ValueError(f"Categorify: `{what}` must be equal for columns that share a vocabulary, got {said}")
             each.update(dict.fromkeys(group, next(iter(said.values()), default)))
         return each

@@ -17,11 +17,11 @@ class Compute(Step):
     All expressions see the columns before the step.
 
     Args:
-        **columns: The expressions, by the names of the new columns. They may not depend on other rows, which
-            `Workflow.fit` checks, nor be random, nor contain Python functions.
+        **columns: The expressions, by the names of the new columns. They may not depend on other rows, be random, or
+            contain Python functions; `Workflow.fit` checks this.
 
     Raises:
-        TypeError, ValueError: A column is not computed by such an expression. The error names the column.
+        TypeError, ValueError: The expression of a column is not of this kind. The error names the column.
 
     Examples:
         >>> import polars as pl

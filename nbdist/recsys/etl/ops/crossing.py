@@ -25,7 +25,7 @@ class HashedCross(Step):
         num_buckets: The number of codes for combinations.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl

@@ -16,7 +16,7 @@ class Drop(Step):
         *columns: Names of columns.
 
     Raises:
-        TypeError, ValueError: An argument is not a name, a name comes twice, or there is none.
+        TypeError, ValueError: An argument is not a name, a name occurs twice, or there are no names.
 
     Examples:
         >>> import polars as pl

@@ -23,7 +23,7 @@ class ColumnStep(Step):
         self.columns = self.adds = names_of(columns)
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-        """Return the expression that replaces a column of that type."""
+        """Return the expression that replaces a column of this type."""
         raise NotImplementedError
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
@@ -55,14 +55,14 @@ class ColumnStep(Step):
 class FillMissing(ColumnStep):
     """Replace nulls, and in floats NaN, by a value.
 
-    A request has NaN where a float is missing.
+    In a request to a server, NaN stands for a missing float.
 
     Args:
         *columns: Names of columns of numbers.
         value: The replacement; it must have the columns' type.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -120,7 +120,7 @@ class Clip(ColumnStep):
         max_value: The maximum. None or inf: no maximum.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -178,7 +178,7 @@ class Bucketize(ColumnStep):
         boundaries: The boundaries between the ranges, in ascending order.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -216,7 +216,7 @@ class ListSlice(ColumnStep):
         last: The number of last values to keep.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl

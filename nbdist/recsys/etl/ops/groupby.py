@@ -17,20 +17,21 @@ _STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
 class JoinGroupby(StatisticsStep):
     """Add statistics of the training rows with the same key, such as their number or the mean of their prices.
 
-    Null is a key of its own. Nulls and NaN do not count, except in "count", the number of rows. An unknown key has a
-    count and a sum of 0. Any other missing statistic is computed from all training rows: for an unknown key, for a key
-    without values, and for "std" and "var" of a single value. Unlike with `TargetEncoding`, a training row counts
-    itself: do not use the target.
+    Null is a key of its own. Nulls and NaN are ignored, except in "count", the number of rows. An unknown key has a
+    count and a sum of 0. Its other statistics are computed from all training rows, and so are the statistics of a key
+    without values, and "std" and "var" of a single value. Unlike with `TargetEncoding`, a training row's own value is
+    included: do not use the target.
 
     Args:
-        *by: The keys: integers, strings, booleans or categoricals. Several in a tuple or list are taken together.
+        *by: The keys: integers, strings, booleans or categoricals. For several columns in a tuple or list, each
+            combination of their values is a key.
         columns: Columns of numbers or booleans, for all statistics except "count".
         stats: The statistics: "count" (int64), "sum", "mean", "std", "var", "min", "max" (float64).
 
     The new columns have names like ``<by>_count`` and ``<by>_<column>_<stat>``, such as "user_genre_price_mean".
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -58,11 +59,13 @@ class JoinGroupby(StatisticsStep):
             raise ValueError("JoinGroupby: no keys are named")
         for stat in self.stats:
             if stat not in _STATISTICS:
-                raise ValueError(f"JoinGroupby: stats: {stat!r} is none of {', '.join(map(repr, _STATISTICS))}")
+                raise ValueError(
+                    f"JoinGroupby: `stats` must be among {', '.join(map(repr, _STATISTICS))}, got {stat!r}"
+                )
         if (self.stats != ["count"]) != bool(self.columns):
             raise ValueError(
-                f"JoinGroupby: columns={self.columns} with stats={self.stats}: 'count' is of rows, all others are of "
-                "columns"
+                f"JoinGroupby: columns={self.columns} does not fit stats={self.stats}: all statistics except 'count' "
+                "need columns"
             )
         self._made: dict[str, tuple[list[str], str | None, str]] = {}
         made: list[tuple[str, str | None, str]]

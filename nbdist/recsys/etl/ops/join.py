@@ -21,10 +21,10 @@ class Join(Step):
     """Add columns of another table: each row gets the values of the table's row with the same key, or nulls.
 
     Args:
-        table: A frame of polars or pandas, an Arrow table, a dict of columns, or Parquet files; held in memory.
-        on: The key: a column or several, of the rows and of the table; integers may have different types. In the table
-            each key occurs once; a null matches nothing.
-        columns: Names of columns to add. None: all but the key.
+        table: A frame of polars or pandas, an Arrow table, a dict of columns, or Parquet files. It is held in memory.
+        on: The key: one or several columns that both the rows and the table have. Integers may have different types.
+            Each key must occur once in the table. Null matches no row.
+        columns: The names of the columns to add. None: all except the key.
 
     Raises:
         FileNotFoundError, ValueError: A file or column is missing, a file is not Parquet, or a key occurs twice. The
@@ -61,7 +61,7 @@ class Join(Step):
         for name in [*self.on, *self.adds]:
             require(name, there, where)
         if both := set(self.on) & set(self.adds):
-            raise ValueError(f"{where}: column {min(both)!r} is the key and is there already")
+            raise ValueError(f"{where}: column {min(both)!r} is the key, which the rows already have")
         self.table = _read(frame.select([*self.on, *self.adds]).drop_nulls(self.on), where)
         twice = self.table.filter(pl.struct(self.on).is_duplicated()).head(1)
         if len(twice):
@@ -81,11 +81,15 @@ class Join(Step):
                 )
         for name in self.adds:
             if name in schema:
-                raise ValueError(f"{where}: Join: column {name!r} of the table is in the rows already: say columns=")
+                raise ValueError(
+                    f"{where}: Join: column {name!r} of the table is in the rows already: choose the columns to add "
+                    "with columns="
+                )
         return pl.Schema({**schema, **{name: self.table.schema[name] for name in self.adds}})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Sequence[str] = ()) -> Stage:
-        """Look up `names`, and the codes of the columns in `coded`, each in a column `codes_column`."""
+        """Look up the columns `names`, and, for the columns in `coded`, their codes, in columns with the names
+        `codes_column`."""
         table = self.table.lazy()
         for name in coded:
             table = state.vocabularies[name].encode(table, name, codes_column(name))
@@ -105,8 +109,8 @@ class Join(Step):
         return run
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """Return `on`: the columns of the key; `columns`: {column: type} of the added ones; `table`: the file with
-        both. Keys in it are unique and not null; rows with another key get nulls."""
+        """Return `on`, the columns of the key; `columns`: {column: type} of the added columns; `table`, the file with
+        both. Keys in the file are unique and not null. Rows with another key get nulls."""
         columns = {name: type_name(self.table.schema[name]) for name in self.adds}
         return {"on": self.on, "columns": columns, "table": f"table-{number}.parquet"}
 

@@ -45,8 +45,8 @@ class _Scale(StatisticsStep):
         return made
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """Return `columns`: names; `learnt`; `shift`, `scale`: {column: number}. The value x becomes (x - shift) /
-        scale."""
+        """Return `columns`: names; `learnt`, the file; `shift`, `scale`: {column: number}. A value x becomes (x -
+        shift) / scale."""
         both = {name: self._shift_and_scale(state, name) for name in self.columns}
         shift, scale = ({name: one[i] for name, one in both.items()} for i in range(2))
         return {**super().describe(number, state), "shift": shift, "scale": scale}
@@ -63,14 +63,14 @@ class _Scale(StatisticsStep):
 class Normalize(_Scale):
     """Replace numbers by their distance from the mean of the training rows, in standard deviations; float32.
 
-    Nulls and NaN do not count for the mean, and stay: see `FillMissing`. A column
-    whose values are all the same becomes 0. The standard deviation has the divisor n - 1.
+    Nulls and NaN are ignored and stay: see `FillMissing`. A column whose values are all equal becomes 0. The divisor of
+    the variance is n - 1.
 
     Args:
         *columns: Names of columns of numbers or booleans.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -91,14 +91,14 @@ class Normalize(_Scale):
 class NormalizeMinMax(_Scale):
     """Replace numbers by their position between the minimum and the maximum of the training rows, 0 to 1; float32.
 
-    Nulls and NaN do not count, and stay: see `FillMissing`. Values beyond the two become less than 0 or more than 1:
-    see `Clip`. A column whose values are all equal becomes 0.
+    Nulls and NaN are ignored and stay: see `FillMissing`. Values beyond the minimum and the maximum become less than 0
+    or more than 1: see `Clip`. A column whose values are all equal becomes 0.
 
     Args:
         *columns: Names of columns of numbers or booleans.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl

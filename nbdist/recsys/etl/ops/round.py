@@ -1,4 +1,4 @@
-"""Numbers rounded."""
+"""Rounding of numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .elementwise import ColumnStep
 class Round(ColumnStep):
     """Round numbers to a number of decimal places, halves to the even neighbor; integers stay.
 
-    Prices that differ by very little become equal, so that they need fewer codes. A value x becomes
-    the integer nearest to ``x * 10 ** decimals``, divided by ``10 ** decimals``; nulls, NaN and infinities stay.
+    Prices that differ by very little become equal, so that fewer codes are needed. A value x becomes the integer
+    nearest to ``x * 10 ** decimals``, divided by ``10 ** decimals``. Nulls, NaN and infinities stay.
 
     Args:
         *columns: Names of columns of numbers.
-        decimals: Decimal places, 0 to 15.
+        decimals: The number of decimal places, 0 to 15.
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl

@@ -1,4 +1,5 @@
-"""Steps that depend on other rows: which rows count, and which row came before."""
+"""Steps that depend on other rows: `Filter`, which removes rows, and `DifferenceLag`, which compares a row with an
+earlier one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _PER_SECOND = {"ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 class RowStep(Step):
-    """A step that needs more than the row itself: it runs where rows are read, in the order of the input."""
+    """A step that needs more than the row itself. It runs while rows are read, in the order of the input."""
 
     def over(self, given: Input, reading: Reading) -> Input:
         """Return the rows after this step; all ranks must call it."""
@@ -25,13 +26,13 @@ class RowStep(Step):
 class Filter(RowStep):
     """Keep the rows for which a polars expression is true: ``Filter(pl.col("rating") > 0)``.
 
-    The other rows are neither learned from nor written. Steps after this one do not see them, steps before it do.
-    `Workflow.transform` and servers skip this step, because they answer every row; so the columns that it reads may be
-    missing in a request.
+    `Workflow.fit` does not learn from the other rows, and `Workflow.write` does not write them. Steps after this one do
+    not see them, steps before it do. `Workflow.transform` and servers skip this step, because they answer every row. So
+    the columns that it reads may be missing in a request.
 
     Args:
-        condition: The expression; rows for which it is null are left out. It may not depend on other rows, nor be
-            random, nor contain Python functions.
+        condition: The expression. Rows for which it is null are left out. It may not depend on other rows, be random,
+            or contain Python functions.
 
     Raises:
         TypeError, ValueError: The condition is not such an expression.
@@ -53,7 +54,7 @@ class Filter(RowStep):
     def __init__(self, condition: pl.Expr) -> None:
         expressions.check(condition, "Filter")
         if not expressions.reads(condition):
-            raise ValueError(f"Filter: {condition} reads no column")
+            raise ValueError(f"Filter: the condition must read at least one column, got {condition}")
         self.condition = condition
 
     def needs(self, wanted: set[str]) -> set[str]:
@@ -65,14 +66,17 @@ class Filter(RowStep):
         expressions.check_rows(self.condition, schema, f"{where}: Filter")
         dtype = pl.LazyFrame(schema=schema).select(it=self.condition).collect_schema()["it"]
         if dtype != pl.Boolean():
-            raise ValueError(f"{where}: Filter: {self.condition} is {dtype}: true or false is needed")
+            raise ValueError(
+                f"{where}: Filter: the condition must be true or false, got {self.condition} of type {dtype}"
+            )
         return schema
 
     def over(self, given: Input, reading: Reading) -> Input:
         return given.filtered(self.condition, reading)
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """Return `columns`: the columns that it reads; `expression`: polars' JSON of the expression."""
+        """Return `columns`, the names of the columns that the condition reads, and `expression`, polars' JSON of the
+        condition."""
         expression = expressions.to_json(self.condition, "Filter")
         return {"columns": expressions.reads(self.condition), "expression": expression}
 
@@ -92,15 +96,15 @@ class DifferenceLag(RowStep):
     server cannot do this step: send the column in the request.
 
     Args:
-        *columns: Names of columns of numbers or dates.
-        by: The key, a column or several: "user". Null is a key of its own.
-        shift: The number of rows before, or, below 0, after; or several of these.
+        *columns: The names of columns of numbers or dates.
+        by: The key, a column or several, such as "user". Null is a key of its own.
+        shift: The distance to the earlier row, in rows; below 0, to a later row. Several numbers add several columns.
 
-    The new columns are called ``<column>_difference_lag_<shift>``. They are int64, or the type of a float column. For
-    dates they are days (int64), for dates with times seconds (float64).
+    The new columns have the names ``<column>_difference_lag_<shift>``. They are int64, or the type of a float column.
+    Differences of dates are days (int64); differences of dates with times are seconds (float64).
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl

@@ -20,7 +20,7 @@ class StatisticsStep(Step):
     """The columns whose numbers are learned."""
 
     def _aggregates(self) -> dict[str, Aggregate]:
-        """Return the sums to learn, by name: a column that the step makes, or a part of its name."""
+        """Return the sums to learn. The name of each is the name of a column that the step makes, or a part of it."""
         raise NotImplementedError
 
     def _learned(self, state: State, name: str) -> pl.DataFrame:
@@ -41,8 +41,8 @@ class StatisticsStep(Step):
         """Return the tables of some aggregates.
 
         Args:
-            more: Keys that are computed, with the names that `key` gives.
-            also: Called with each part of the rows, whose columns have the names that `key` gives.
+            more: Computed keys, by the names that `key` returns.
+            also: A function that is called with each part of the rows, whose columns have the names that `key` returns.
         """
         computed = {expression.meta.output_name() for expression in more}
         keys = {name for one in aggregates.values() for name in one.keys if key(name) not in computed}
@@ -52,7 +52,8 @@ class StatisticsStep(Step):
         queries = [Query([*columns, *roots], lambda frame: frame.select(named))]
 
         def added(aggregates: Mapping[str, Aggregate], means: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-            """Return the sums of the values, or, if there are means, of the squared distances from the means."""
+            """Return the sums of the values. If the means are given, return the sums of squared distances from the
+            means instead."""
             sums = {name: Sums(one.keys) for name, one in aggregates.items()}
             for (frame,) in rows.read(f"add up {', '.join(columns)}", queries):
                 if not means:
@@ -73,7 +74,7 @@ class StatisticsStep(Step):
         }
 
     def _keep(self, name: str, table: pl.DataFrame, state: State, previous: State, where: str) -> None:
-        """Store a table, merged with an earlier one, in the state; raise `ValueError` if it contains no value."""
+        """Store a table in the state, merged with an earlier table. Raise `ValueError` if it contains no value."""
         one, before = self._aggregates()[name], previous.tables.get((self.kind, name))
         table = state.tables[self.kind, name] = table if before is None else merged([before, table], one.keys)
         if one.column is not None and not int(table[COUNT].sum()):
@@ -89,12 +90,12 @@ class StatisticsStep(Step):
                 continue
             types = {key(each): value_type(schema[each], "fit") for each in one.keys}
             if {each: dtype for each, dtype in table.schema.items() if each.startswith(key(""))} != types:
-                raise ValueError(f"{self}: {name!r} cannot go on from the previous workflow: its keys were others")
+                raise ValueError(f"{self}: {name!r} cannot continue the previous workflow, which had other keys")
             if one.squares and table[SQUARES].null_count():
-                raise ValueError(f"{self}: {name!r} cannot go on from the previous workflow: it had no std or var")
+                raise ValueError(f"{self}: {name!r} cannot continue the previous workflow, which had no std or var")
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """Return `learnt`: {name: file}, with the tables that `moments.py` describes."""
+        """Return `learnt`: {name: file}, the files with the tables that `moments.py` describes."""
         files = {name: f"learnt-{number}-{i}.parquet" for i, name in enumerate(self._aggregates())}
         return {**super().describe(number, state), "learnt": files}
 
@@ -111,7 +112,7 @@ class StatisticsStep(Step):
 
     @staticmethod
     def _join(table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> Stage:
-        """Join columns of a table by the keys `on`, null included; `defaults` for unknown keys."""
+        """Join the columns of a table by the keys `on`, null included. Unknown keys get the `defaults`."""
         table = table.rechunk()
         missing = [
             pl.col(name).fill_null(pl.lit(default).cast(table.schema[name])) for name, default in defaults.items()
@@ -150,5 +151,5 @@ def _value(rows: pl.DataFrame, aggregate: Aggregate) -> pl.DataFrame:
 
 
 def _plain(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-    """Return a column with strings for categories, whose numbers differ between parts."""
+    """Return a column with strings in place of categories, whose numbers differ between parts."""
     return column.cast(pl.String) if isinstance(dtype, (pl.Categorical, pl.Enum)) else column

@@ -1,7 +1,7 @@
 """The contract of a step: the columns that it needs and makes, learning, saving, and serving.
 
-A new step is one file here with one class, its test, and the line that exports it; if a server can do it, also a
-function in `triton/served/preprocess.py`. Workflows, saved files and exports find the class by its `kind`.
+To add a step, write one file here with one class, its test, and the line that exports it. If a server can do the step,
+add a function in `triton/served/preprocess.py`, too. Workflows, saved files and exports find the class by its `kind`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..vocabulary import Vocabulary, value_type
 Stage: TypeAlias = Callable[[pl.LazyFrame], pl.LazyFrame]
 """A part of a lazy query."""
 ROW = "row (nbdist)"
-"""The number of a row in the input; no column of the user's."""
+"""The number of a row in the input. No column of the user's has this name."""
 _FILE = re.compile(r"(table|vocabulary|learnt)-[a-z0-9-]+\.parquet")
 
 
 @dataclass(frozen=True)
 class State:
     """The learned state of a workflow: vocabularies by column, tables of `moments` by the kind of a step and a name,
-    and fingerprints of the rows by a name."""
+    and fingerprints of rows by a name."""
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     tables: dict[tuple[str, str], pl.DataFrame] = field(default_factory=dict)
@@ -40,16 +40,16 @@ class Saved:
 
     folder: Path
     polars: str
-    """The version that has written the expressions."""
+    """The version of polars that has written the expressions."""
     state: State
-    """Filled by the steps, one after the other."""
+    """The state, which the steps fill one after the other."""
 
     def table(self, name: str, columns: Mapping[str, pl.DataType | None] | None = None) -> pl.DataFrame:
         """Read one of the Parquet files.
 
         Args:
             name: The name of a file in the folder itself.
-            columns: The columns that the file must have, with their types; the type None allows any type. None: any
+            columns: The columns that the file must have, with their types. The type None allows any type. None: any
                 columns.
 
         Raises:
@@ -83,51 +83,53 @@ class Query(NamedTuple):
 
     columns: Sequence[str]
     then: Stage
-    """The query on these columns."""
+    """Return the query on these columns."""
     before: Step | None = None
-    """The columns are taken as they are before this step. None: before the one that learns."""
+    """The columns are taken before this step. None: before the step that learns."""
 
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows that a step learns from; `etl/learning.py` reads them."""
+    """The rows that a step learns from, which `etl/learning.py` reads."""
 
     steps: Sequence[Step]
-    """The steps before it that are applied whenever rows are read."""
+    """The earlier steps, which are applied whenever rows are read."""
     schema: pl.Schema
-    """The columns before it."""
+    """The columns before the step that learns."""
     where: str
-    """The rows' source, for messages."""
+    """The source of the rows, for messages."""
 
     def read(self, what: str, queries: Sequence[Query]) -> Iterator[list[pl.DataFrame]]:
-        """Return the answers to queries, for one part of this rank's rows after the other; `what` is the text of the
+        """Return the answers to the queries for each part of this rank's rows. `what` is the text of the progress
         bar."""
         raise NotImplementedError
 
 
 class Step:
-    """A step of a workflow. The object does not change in `fit`: learned values are in the workflow's `State`."""
+    """A step of a workflow. `fit` does not change the object: learned values are in the workflow's `State`."""
 
     kind: str
     """The step's name in saved workflows."""
     kinds: ClassVar[dict[str, type[Step]]] = {}
-    """Each class by its `kind`."""
+    """The classes of all steps, by `kind`."""
     positional: ClassVar[str] = "columns"
-    """The attribute with its positional arguments, from which a saved workflow makes it again;"""
+    """The attribute that holds the positional arguments, with which a saved workflow makes the step again;"""
     options: ClassVar[tuple[str, ...]] = ()
-    """and those with its keyword arguments, which are called alike."""
+    """and the attributes that hold the keyword arguments of the same names."""
     adds: Sequence[str] = ()
-    """The columns that it adds or replaces."""
+    """The columns that the step adds or replaces."""
     learns: Collection[str] = ()
-    """The names of what it learns; one step of a kind can learn each."""
+    """The names of the learned values. No two steps of a kind may have the same name."""
     selects: bool = False
-    """True for a step that only selects rows: it does nothing to a frame or a request, whose rows are all answered."""
+    """True for a step that only removes rows. It does nothing to a frame or a request, because all of their rows are
+    answered."""
     recognizes: Collection[str] = ()
-    """The columns by which, with the columns it reads, it recognizes the rows that it was fitted to."""
+    """The columns that the step, in addition to the columns that it reads, needs to recognize the rows that it was
+    fitted to."""
     numbers_rows: bool = False
-    """True where the step's result for the rows of `fit` depends on their numbers, the column `ROW`."""
+    """True if the result for the rows of `fit` depends on the numbers of the rows, the column `ROW`."""
     not_served: str = "made by a step that only polars can do"
-    """Why a server cannot do it, if it cannot; said of a column that it makes."""
+    """The reason why a server cannot do the step, as a text about a column that the step makes; empty if it can."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -135,11 +137,11 @@ class Step:
             Step.kinds[cls.kind] = cls
 
     def reads(self, name: str) -> Collection[str]:
-        """Return the columns from which it makes the column `name`."""
+        """Return the columns from which the step makes the column `name`."""
         return [name]
 
     def needs(self, wanted: set[str]) -> set[str]:
-        """Return the columns that must exist before the step, so that `wanted` exist after it."""
+        """Return the columns that must exist before the step, so that the `wanted` columns exist after it."""
         made = wanted.intersection(self.adds)
         return (wanted - made).union(*map(self.reads, made))
 
@@ -171,13 +173,13 @@ class Step:
             value_type(schema[name], f"{where}: {type(self).__name__}: column {name!r}")
 
     def _check_new(self, schema: pl.Schema, where: str) -> None:
-        """Raise `ValueError` if a column that it adds exists already."""
+        """Raise `ValueError` if a column that the step adds already exists."""
         for name in self.adds:
             if name in schema:
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is in the rows already")
 
     def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
-        """Return expressions for some of its columns, given the schema, if expressions are enough."""
+        """Return expressions for some of the step's columns, given the schema, if expressions are enough."""
         raise NotImplementedError
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
@@ -185,7 +187,7 @@ class Step:
 
         Args:
             names: The columns to make, some or all of `adds`.
-            training: Whether the rows are those that the steps were fitted to.
+            training: Whether these are the rows that the steps were fitted to.
         """
         return lambda frame: frame.with_columns(self._expressions(frame.collect_schema(), names, state))
 
@@ -193,14 +195,14 @@ class Step:
         """Learn from the rows of all ranks, and put the result into `state`; all ranks must call it.
 
         Args:
-            previous: The state of the workflow that the fit goes on from; empty where there is none.
+            previous: The state of the workflow that is continued; empty if there is none.
         """
 
     def check_growth(self, schema: pl.Schema, previous: State) -> None:
-        """Raise `ValueError` if it cannot continue from the state of a previous workflow."""
+        """Raise `ValueError` if the step cannot continue from the state of a previous workflow."""
 
     def check_training(self, names: Collection[str], rows: TrainingRows, state: State) -> None:
-        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these rows differ.
+        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these are other rows.
 
         All ranks must call it.
 
@@ -209,7 +211,7 @@ class Step:
         """
 
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
-        """Return the number of codes in a column that it makes; None for other columns.
+        """Return the number of codes in a column that the step makes; None for other columns.
 
         Args:
             before: The number of codes that the column has before the step.
@@ -217,24 +219,25 @@ class Step:
         return None
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """Return the step for ``workflow.json``, without its kind; `number` is its position among the steps."""
+        """Return the description of the step for ``workflow.json``, without its kind. `number` is its position among
+        the steps."""
         return {name: getattr(self, name) for name in (self.positional, *self.options)}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
-        """Return the tables that are saved with the result of `describe`, by file name."""
+        """Return the tables that belong to the result of `describe`, by file name."""
         return {}
 
     @classmethod
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
-        """Return the step with this description, and put its learned values into ``saved.state``."""
+        """Return the step with this description, and store its learned values in ``saved.state``."""
         make: Any = cls
         return make(*described[cls.positional], **{name: described[name] for name in cls.options})  # type: ignore[no-any-return]
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
-        """Return kernels for some of its columns.
+        """Return the kernels (operations of a server) for some of the step's columns.
 
         Raises:
-            ValueError: No server can do it.
+            ValueError: No server can do the step.
         """
         served = [step.__name__ for step in Step.kinds.values() if step.serve is not Step.serve]
         raise ValueError(
@@ -270,7 +273,7 @@ def type_name(dtype: pl.DataType) -> str:
 
 
 def names_of(columns: str | Sequence[str]) -> list[str]:
-    """Return names of columns; raise for an invalid name, a repeated one, or an empty list."""
+    """Return the names of columns. Raises for an invalid name, a repeated name, or an empty list."""
     names = [columns] if isinstance(columns, str) else list(columns)
     for name in names:
         if not isinstance(name, str):
@@ -285,11 +288,11 @@ def names_of(columns: str | Sequence[str]) -> list[str]:
 def require(name: str, columns: Any, where: str) -> None:
     """Raise `ValueError` if a column does not exist."""
     if name not in columns:
-        raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")
+        raise ValueError(f"{where}: there is no column {name!r}; the columns are {', '.join(map(repr, columns))}")
 
 
 def require_integer(value: Any, what: str) -> int:
-    """Return the value; raise `TypeError` if it is not an integer."""
+    """Return a value. Raises `TypeError` if it is not an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an integer, got {value!r}")
     return value

@@ -18,34 +18,34 @@ from .statistics import StatisticsStep
 from .step import ROW, Query, Saved, Stage, State, Step, TrainingRows, chained, names_of
 
 _FOLD = "fold (nbdist)"
-"""The part of the training rows that a row is in."""
+"""The fold of each training row."""
 _LEFT, _SUM_LEFT, _PRIOR = "left (nbdist)", "sum left (nbdist)", "prior (nbdist)"
 
 
 class TargetEncoding(StatisticsStep):
     """Add, for each category, the mean of a target over the training rows with that category; float32.
 
-    The mean is shrunk towards the mean of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of
-    all) / (rows + smoothing)``. An unknown category has the mean of all rows. Null is a category of its own. Rows with
-    a null or NaN target do not count.
+    The mean is shrunk towards the mean of all rows, as if the category had `smoothing` further rows with that mean:
+    ``(sum + smoothing * mean of all) / (rows + smoothing)``. An unknown category has the mean of all rows. Null is a
+    category of its own. Rows with a null or NaN target are ignored.
 
     A training row must not see its own target. So training rows are divided at random into `folds`, and
-    ``Workflow.write(..., training=True)`` gives each row the mean of the rows in the other folds; ``training=False``,
+    ``Workflow.write(..., training=True)`` gives each row the mean of the rows in the other folds. ``training=False``,
     `Workflow.transform` and servers give the mean of all training rows. The fold of a row depends on its number in the
-    input, so `write` needs the same rows as `fit`, with the target, in the same order; their fingerprints are compared.
+    input, so `write` needs the same rows as `fit`, with the target, in the same order; it compares their fingerprints.
 
     Args:
-        *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
-            together, each combination as a category.
+        *columns: The categories: integers, strings, booleans or categoricals. For several columns in a tuple or list,
+            each combination of their values is a category.
         target: The column whose mean is computed: numbers or booleans. Requests need not contain it.
-        folds: The number of parts of the training rows, at least 2.
-        smoothing: The number of rows that the mean of all rows counts for, at least 0.
+        folds: The number of folds, at least 2.
+        smoothing: The number of rows to which the mean of all rows is equivalent, at least 0.
         seed: The seed of the folds.
 
     The new columns have names like ``TE_<columns>_<target>``, such as "TE_user_genre_label".
 
     Raises:
-        TypeError, ValueError: Arguments make no sense.
+        TypeError, ValueError: An argument is invalid.
 
     Examples:
         >>> import polars as pl
@@ -76,7 +76,7 @@ class TargetEncoding(StatisticsStep):
             raise ValueError(f"TargetEncoding: column {self.target!r} is the target, and cannot be a category too")
         self.folds, self.smoothing, self.seed = folds, smoothing, seed
         self.groups = {f"TE_{'_'.join(group)}_{self.target}": group for group in groups}
-        """New column → the columns that it is of."""
+        """A mapping from each new column to the columns that it encodes."""
         self.adds = self.learns = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
         self._numbers = self.recognizes = [self.target]
         self.columns = groups
@@ -134,7 +134,7 @@ class TargetEncoding(StatisticsStep):
                 )
             else:
                 continue
-            raise ValueError(f"{rows.where}: {why}; give the rows that fit was given, or say training=False")
+            raise ValueError(f"{rows.where}: {why}; give the rows of fit, or training=False")
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
         return chained([self._encoding(name, state, training) for name in names])
@@ -155,9 +155,9 @@ class TargetEncoding(StatisticsStep):
         return kernels
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: {new column: the columns that it encodes}; `target`, `folds`, `smoothing`, `seed`; `learnt`;
-        `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold; and `fingerprints`: {name:
-        text} of these rows, in their order, as `fingerprint.py` has it."""
+        """Return `columns`: {new column: the columns that it encodes}; `target`, `folds`, `smoothing`, `seed`;
+        `learnt`: {name: file}; `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold;
+        and `fingerprints`: {name: text} of these rows in their order, from `fingerprint.py`."""
         prints = {name: state.fingerprints[name] for name in self.groups if name in state.fingerprints}
         by_fold = {name: f"learnt-{number}-{i}-folds.parquet" for i, name in enumerate(self.groups)}
         more = {"columns": self.groups, "learnt_by_fold": by_fold, "fingerprints": prints}
@@ -184,7 +184,7 @@ class TargetEncoding(StatisticsStep):
         return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(_FOLD)
 
     def _default(self, state: State, name: str) -> float:
-        """Return the value of categories that training has not seen."""
+        """Return the value of categories that did not occur in training."""
         return overall(self._learned(state, name))["mean"]
 
     def _encoded(self, state: State, name: str) -> pl.DataFrame:

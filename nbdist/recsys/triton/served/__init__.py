@@ -1,1 +1,1 @@
-"""The `model.py` files of an exported Triton ensemble. They are copied into it, and import nothing of nbdist."""
+"""The `model.py` files of an exported Triton ensemble. They are copied into it, and do not import nbdist."""

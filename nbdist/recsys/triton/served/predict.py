@@ -23,7 +23,7 @@ class TritonPythonModel:
         self._output = self._session.get_outputs()[0].name
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Run the model once for all requests of a batch, and return an answer per request."""
+        """Run the model once for all requests of a batch, and return an answer for each request."""
         import triton_python_backend_utils as backend  # there in the server alone
 
         columns = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]

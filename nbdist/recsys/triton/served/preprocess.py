@@ -5,7 +5,7 @@ It runs the steps of a fitted workflow in NumPy. `nbdist.recsys.triton` writes t
 
 A column is an array with one row per row of the request: shape (rows, 1), or (rows, longest) for lists, which are
 padded. Integers, booleans and dates (days, or units of time since 1970) are int64, uint64 columns are uint64, strings
-are bytes in an object array, and a missing value has a value of its own:
+are bytes in an object array. These values stand for a missing value, and for padding:
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import Any, TypeAlias
 import numpy as np
 
 NULL, PADDING = -(2**63), -(2**63) + 1
-"""A null, and what stands behind the end of a list that is shorter than others, among integers."""
+"""The values for null, and for the padding after the end of a shorter list, in integer columns."""
 NULL_STRING, PADDING_STRING = b"\x1a", b"\x19"
-"""The same among strings;"""
+"""The same values for string columns;"""
 NULL_UNSIGNED, PADDING_UNSIGNED = 2**64 - 0xE6, 2**64 - 0xE7
-"""and among uint64."""
+"""and for uint64 columns."""
 NULL_FLOAT_BITS = {4: 0x7FC01A00, 8: 0x7FF8034000000000}
-"""A null among floats is one of the many NaN; its bits, by the bytes of a float. Any other NaN is a NaN."""
+"""The bits of the one NaN that stands for null in float columns, by the number of bytes of the float. Any other NaN is
+a NaN."""
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""The steps that ``steps.json`` can have, by their kind: a function of the columns that it takes, or a class of
-such."""
+"""The steps that ``steps.json`` can have, by kind: functions of the columns that they use, or classes of such
+functions."""
 
 
 def kernel(made: Any) -> Any:
@@ -41,10 +42,10 @@ def kernel(made: Any) -> Any:
 
 
 class ValueIndex:
-    """Values by their number.
+    """A map from values to their positions.
 
     Args:
-        values: Shape (n,), no two the same.
+        values: The values, shape (n,), all different.
     """
 
     def __init__(self, values: Array) -> None:
@@ -56,7 +57,7 @@ class ValueIndex:
             self._sorted = values[self._order]
 
     def __call__(self, values: Array) -> Array:
-        """Return the number of each value, -1 for unknown ones; int64, with the shape of `values`."""
+        """Return the position of each value, -1 for unknown ones; int64, with the shape of `values`."""
         if self._numbers is not None:
             numbers = (self._numbers.get(value, -1) for value in values.ravel().tolist())
             return np.fromiter(numbers, np.int64, values.size).reshape(values.shape)
@@ -104,7 +105,7 @@ def _mixed(values: Array) -> Array:
 
 @kernel
 def hashed_cross(*columns: Array, num_buckets: int) -> Array:
-    """Return codes of combinations of columns: 0 if one is null, otherwise 1 to `num_buckets`."""
+    """Return codes of combinations of columns: 0 if one value is null, otherwise 1 to `num_buckets`."""
     first, *others = (hashed(values).reshape(values.shape) for values in columns)
     for other in others:
         first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
@@ -116,11 +117,11 @@ def hashed_cross(*columns: Array, num_buckets: int) -> Array:
 
 @kernel
 class Lookup:
-    """Rows of a table by its key columns; its last row is for a key it does not have.
+    """The rows of a table by its key columns. Its last row is for unknown keys.
 
     Args:
-        keys: The key columns, each of shape (n, 1); no row is there twice.
-        columns: The columns to add, each of n + 1 rows.
+        keys: The key columns, each of shape (n, 1). No combination occurs twice.
+        columns: The columns to add, each with n + 1 rows.
     """
 
     def __init__(self, keys: list[Array], columns: list[Array]) -> None:
@@ -186,7 +187,7 @@ def bucketize(values: Array, boundaries: list[float]) -> Array:
 
 @kernel
 def round(values: Array, decimals: int) -> Array:
-    """Round floats, halves to the even neighbor; very large ones stay."""
+    """Round floats, halves to the even neighbor. Very large numbers do not change."""
     if values.dtype.kind != "f":
         return values
     scale, exact = 10.0**decimals, values.astype(np.float64)
@@ -210,13 +211,13 @@ def list_slice(values: Array, first: int | None, last: int | None) -> Array:
 
 
 def _missing(values: Array) -> Array:
-    """Find missing values: nulls, and among floats NaN."""
+    """Find missing values: nulls, and in float columns also NaN."""
     found: Array = np.isnan(values) if values.dtype.kind == "f" else is_null(values)
     return found
 
 
 class Preprocessing:
-    """The steps that are in a folder."""
+    """The steps whose files are in a folder."""
 
     def __init__(self, folder: Path) -> None:
         description = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
@@ -237,8 +238,8 @@ class Preprocessing:
         """Return the outputs, by name, for the inputs.
 
         Raises:
-            ValueError: for a string that is not UTF-8, padding outside lists, and an output that is null, which
-                no model could be trained on.
+            ValueError: A string is not UTF-8, padding is outside of lists, or an output is null, on which no model can
+                be trained.
         """
         columns = dict(columns)
         for name, values in columns.items():
@@ -278,7 +279,7 @@ def markers(values: Array) -> tuple[Any, Any]:
 
 
 def is_null(values: Array) -> Array:
-    """Return which values are null."""
+    """Return a mask of the values that are null."""
     if values.dtype.kind == "f":
         found: Array = values.view(f"u{values.itemsize}") == NULL_FLOAT_BITS[values.itemsize]
     else:
@@ -287,7 +288,7 @@ def is_null(values: Array) -> Array:
 
 
 def with_nulls(values: Array, missing: Array) -> Array:
-    """Put nulls into floats where `missing` is true; arithmetic need not preserve the bits of NaN."""
+    """Write nulls into floats where `missing` is true, because arithmetic may change the bits of NaN."""
     values.view(f"u{values.itemsize}")[missing] = NULL_FLOAT_BITS[values.itemsize]
     return values
 
@@ -309,7 +310,8 @@ class TritonPythonModel:
         self._preprocessing = Preprocessing(Path(args["model_repository"], args["model_version"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Return an answer per request. A request that cannot be read gets an error; the others in its batch do not."""
+        """Return an answer for each request. A request that cannot be read gets an error; other requests in its batch
+        do not."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
