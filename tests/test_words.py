@@ -26,7 +26,8 @@ MADE = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/notebooks/
 FIRST = "what whether how let that those this these such it which where who whom nobody as one of".split()
 AVOIDED = re.compile(
     r"\b(hear[sd]?|hearing|heed(s|ed)?|tells?|telling|told|foretells?|foretold|learnt|nobody|whom|bury|buries|buried|"
-    r"beside|mend(s|ed|ing)?|lets?\s+go|so\s+many|of\s+which|(those|that)\s+of|thereby|[wt]?hither|anew|likewise)\b",
+    r"beside|mend(s|ed|ing)?|lets?\s+go|so\s+many|of\s+which|(those|that)\s+of|thereby|[wt]?hither|anew|likewise|"
+    r"for\s+ever)\b",
     re.IGNORECASE,
 )
 #: Code in Markdown and docstrings: blocks, spans, and examples with what they show.

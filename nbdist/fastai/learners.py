@@ -135,7 +135,9 @@ def _loader(original: Any) -> TabularLoader:
         )
     more = [type(one).__name__ for one in original.after_batch.fs if not isinstance(one, ReadTabBatch)]
     if more:
-        raise TypeError(f"fast() does not know what to do with the batch transforms {', '.join(more)}")
+        raise TypeError(
+            f"fast() does not know the batch transforms {', '.join(more)}: remove them, or do without fast()"
+        )
     if np.ptp(getattr(original, "wgts", 0.0)) > 1e-12:
         raise TypeError("fast() does not draw rows by weights, as this learner's training loader does")
     rows = original.dataset

@@ -112,8 +112,9 @@ class RankCheck:
             ranks = [rank for rank, own in enumerate(rows) if own == value]
             if count > 1 and len({before[rank] for rank in ranks}) == 1 and before[ranks[0]] != value:
                 raise RankMismatch(
-                    f"at step {step}, {_ranks(ranks)} train on the same rows, as they did before.\n  What helps: give "
-                    f"each rank its own part of the rows, by DistributedSampler or a loader of nbdist.recsys.loader.",
+                    f"at step {step}, {_ranks(ranks)} train on the same rows, as at the comparison before.\n"
+                    "  What helps: give each rank its own part of the rows, by DistributedSampler or a loader of "
+                    "nbdist.recsys.loader.",
                     step=step,
                     tensor="rows",
                     ranks=ranks,

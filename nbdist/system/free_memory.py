@@ -138,7 +138,7 @@ def _cgroups() -> Iterator[Limit]:
 
 
 def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
-    """Yield the limits of a group and of the groups above it.
+    """Yield the limits of a control group and of the groups above it.
 
     A container sees its own group at the root, while `/proc` may have a path that exists only outside the container.
     """
@@ -152,7 +152,7 @@ def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
 
 
 def _given_back(folder: str) -> int:
-    """Return the bytes of a group that the system can reclaim: the cache of files, and memory that it may swap out."""
+    """Return the bytes of a control group that the system can reclaim: cached files, and memory to swap out."""
     with contextlib.suppress(OSError, ValueError):
         found = _numbers(f"{folder}/memory.stat")
         names = ("active_file", "inactive_file", "slab_reclaimable")
@@ -162,7 +162,7 @@ def _given_back(folder: str) -> int:
 
 
 def _swap(folder: str) -> int:
-    """Return the bytes that a group may still swap out."""
+    """Return the bytes that the processes of a control group may still swap out, given the group's folder."""
     try:
         free = _numbers(_MEMORY)["SwapFree:"] << 10
     except (OSError, ValueError, KeyError):

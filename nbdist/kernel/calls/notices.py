@@ -27,7 +27,13 @@ class Notices:
         self._late = self._finishing = False
 
     def late(self, seconds: float, pending: Collection[int], begun: Set[int]) -> None:
-        """Show once where the ranks are that have not begun the call, if `seconds` have passed and that is long."""
+        """Show the stacks of ranks that have not begun the call after `LONG_START` seconds. Shown once.
+
+        Args:
+            seconds: The seconds since the beginning of the call.
+            pending: The ranks that have not answered.
+            begun: The ranks that have begun the call.
+        """
         if self._late or seconds < LONG_START:
             return
         ranks, cell = self._group.ranks, self._group.relay.cell

@@ -100,7 +100,7 @@ class Running:
         return self._pid
 
     def setting(self) -> Setting:
-        """Return the surroundings of the process."""
+        """Return what the process needs to know of the notebook: its folder, search path, variables and devices."""
         return self._ranks.setting(0, self._ranks.inherited())
 
     def send(self, message: protocol.ToRank, **parts: Any) -> None:

@@ -17,10 +17,10 @@ _NULL = 0x9AE16A3B2F90404F  # the hash of a null
 
 
 class Fingerprint:
-    """Sums, over rows, of a hash of some columns and the number of the row.
+    """The sum of the hashes of all rows. The hash of a row covers its number and its values in some columns.
 
     Args:
-        columns: The columns, of keys and of numbers.
+        columns: The names of these columns.
     """
 
     def __init__(self, columns: Sequence[str]) -> None:

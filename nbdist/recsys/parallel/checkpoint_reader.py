@@ -93,10 +93,10 @@ def _check(metadata: Any) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise TypeError(f"it is a {type(metadata).__name__}")
     if not isinstance(metadata.storage_data, dict):
-        raise TypeError("it does not say where its tensors are")
+        raise TypeError("it does not name the files of its tensors")
     for place in metadata.storage_data.values():
         if not isinstance(place, _StorageInfo):
-            raise TypeError(f"a place is a {type(place).__name__}")
+            raise TypeError(f"the entry for a tensor's file is a {type(place).__name__}")
         name = place.relative_path
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is not the name of a file in the folder")

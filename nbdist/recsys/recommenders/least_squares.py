@@ -1,4 +1,4 @@
-"""The vectors that fit lists of items best, by regularized least squares over the items in a list and all others."""
+"""The vector for each list of items, from the items' vectors: the solution of a regularized least-squares problem."""
 
 from __future__ import annotations
 

@@ -281,8 +281,8 @@ def _check_same(config: Any, folder: Path, name: str, version: int) -> None:
     for part in ("input", "output", "backend"):
         if getattr(read_config(folder), part) != getattr(config, part):
             raise ValueError(
-                f"version {version} of {name} has another {part} of {config.name} than those in {folder.parent}: "
-                "Triton has one configuration for all of them, so choose another name"
+                f"{config.name}: the {part} of version {version} of {name} is not that of the versions in "
+                f"{folder.parent}. All versions must have the same: choose another name"
             )
 
 

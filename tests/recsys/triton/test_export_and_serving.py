@@ -575,7 +575,7 @@ def test_versions_come_and_go_by_themselves(versions: Any) -> None:
     for error, message, more in (
         (FileExistsError, "has version 2 of some already", {"version": 2}),
         (FileExistsError, r"holds some\.[12], which is no", {"overwrite": True}),
-        (ValueError, "version 3 of some has another output of some_model", {"output": "score", "version": 3}),
+        (ValueError, "some_model: the output of version 3 of some is not that of", {"output": "score", "version": 3}),
         (ValueError, "`version` must be at least 1, got 0", {"version": 0}),
     ):
         with pytest.raises(error, match=message):

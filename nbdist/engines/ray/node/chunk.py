@@ -29,7 +29,7 @@ class Worker:
     """The process that works for one call, with its agent.
 
     Args:
-        surroundings: `sys.path` and folder of the notebook; the GPUs of the call.
+        surroundings: The notebook's `sys.path` and folder, and the GPUs of the call.
         modules, notebook, env: As for `Agent`.
         begin: The message with the function.
         first: The number of the first item that the process will get.
