@@ -166,9 +166,7 @@ class _Recording:
         check_rank(rank, self.size, of="recording")
         recorded = log.steps_of(folder, rank)
         if check_count(step, least=1, name="step") > recorded + 1:
-            raise ValueError(
-                f"`step` must be 1 to {recorded + 1}, got {step}: rank {rank} has recorded {recorded} steps"
-            )
+            raise ValueError(f"step must be 1 to {recorded + 1}, got {step}: rank {rank} has recorded {recorded} steps")
         about = [log.about(folder, one) for one in range(self.size)]
         self.threads, self.torch = about[rank]["threads"], about[rank]["torch"]
         before = [one for one in log.snapshots_of(folder, range(self.size)) if one < step]

@@ -90,7 +90,7 @@ def test_what_cannot_be_replayed_is_refused_before_a_process_starts(tmp_path: Pa
     in_ddp.options(devices="cpu")(1, train, folder, {}, 1)
     for wrong, text in (
         ({"step": 0}, "step must be at least 1, got 0"),
-        ({"step": 10}, "`step` must be 1 to 9, got 10: rank 0 has recorded 8 steps"),
+        ({"step": 10}, "step must be 1 to 9, got 10: rank 0 has recorded 8 steps"),
         ({"step": "1"}, "step must be an integer"),
         ({"step": 1, "rank": 1}, "rank must be 0 to 0, got 1"),
     ):

@@ -348,7 +348,7 @@ def test_timeout_of_a_call_that_a_rank_does_not_take() -> None:
         ranks.limit_sending(0.2)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the call does not fit
         os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(RankTimeout, match=r"rank 1 takes nothing; .*rank 1 has not started yet, or does"):
+        with pytest.raises(RankTimeout, match=r"rank 1 reads nothing; .*rank 1 has not started yet, or does"):
             session.run(len, text)
         assert session.run(len, text) == len(text)
 

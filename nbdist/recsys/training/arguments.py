@@ -52,8 +52,7 @@ def check_options(
         what = "max_grad_norm=" if max_grad_norm is not None else "gradient_accumulation_steps="
         raise ValueError(
             f"{what} must know all gradients before tables change, but tables of this model are updated in the "
-            "backward "
-            "pass: use shard(..., fused=False)"
+            "backward pass: use shard(..., fused=False)"
         )
     if precision == "fp16" and not isinstance(model, Replicated):
         raise ValueError(

@@ -273,7 +273,7 @@ def test_a_previous_workflow_that_does_not_fit_is_refused() -> None:
     old = Workflow(JoinGroupby("user", columns="price", stats="mean")).fit(rows, progress=False)
     with pytest.raises(ValueError, match="'user_price' cannot continue the previous workflow, which had other keys"):
         Workflow(*old.steps).fit(rows.cast({"user": pl.String}), previous=old, progress=False)
-    with pytest.raises(ValueError, match="it had no std or var"):
+    with pytest.raises(ValueError, match="which had no std or var"):
         Workflow(JoinGroupby("user", columns="price", stats="std")).fit(rows, previous=old, progress=False)
 
 

@@ -615,7 +615,7 @@ TABLE = pl.DataFrame({"user": [1, 2], "age": [30, 40]})
         (lambda: Categorify("a", max_size={"a": 1}), ValueError, "max_size=1 of column 'a'"),
         (lambda: Categorify("a", max_size={"b": 9}), ValueError, "there is no column 'b'"),
         (lambda: Categorify("a", num_buckets=0), ValueError, "`num_buckets` of column 'a' must be at least 1, got 0"),
-        (lambda: Categorify("a", num_buckets=9, max_size=9), ValueError, "at least 10, null and 9 buckets"),
+        (lambda: Categorify("a", num_buckets=9, max_size=9), ValueError, "at least 10, for null and 9 buckets"),
         (lambda: Categorify("a", ("b", "a")), ValueError, "'a' is named twice"),
         (lambda: Categorify(()), ValueError, "no columns are named"),
         (
@@ -709,7 +709,7 @@ def test_expressions_over_several_rows(expression: pl.Expr) -> None:
 )
 def test_expressions_that_differ_from_process_to_process(expression: pl.Expr) -> None:
     rows = ROWS.with_columns(c=pl.col("s").cast(pl.Categorical), cs=pl.concat_list(pl.col("s").cast(pl.Categorical)))
-    with pytest.raises(ValueError, match=r"Compute: column 'x': .*Categorical, which are others in each process"):
+    with pytest.raises(ValueError, match=r"Compute: column 'x': .*Categorical, which differ between processes"):
         Workflow(Compute(x=expression)).fit(rows, progress=False)
 
 

@@ -113,7 +113,7 @@ def test_tables_that_cannot_grow_are_refused(session: Session, tmp_path: Path) -
             {"movies": torch.ones(3)},
             r"grow: 'movies' is none of over.bias, over.weight, tables.embedding_bags.users",
         ),
-        (NEW, {"users": torch.ones(NEW)}, rf"parts of {NEW} rows, and .* has {OLD} rows"),
+        (NEW, {"users": torch.ones(NEW)}, rf"'users' must have a weight for each of its {OLD} rows in .*, got {NEW}"),
         (OLD - 9, {"users": torch.ones(3)}, r"a table cannot lose rows"),
     ):
         with pytest.raises(ValueError, match=message):

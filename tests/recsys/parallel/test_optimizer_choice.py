@@ -79,7 +79,7 @@ def test_adam_by_name_is_not_for_sparse_gradients(sessions: Sessions) -> None:
     def ask() -> None:
         replicate(nn.Embedding(4, 2, sparse=True), "adam")
 
-    with pytest.raises(ValueError, match=r"sgd, adagrad or a callable .* as weight does, got 'adam'"):
+    with pytest.raises(ValueError, match=r"sgd, adagrad or a callable .* as weight has, got 'adam'"):
         sessions[2].run(ask)
 
 

@@ -274,9 +274,9 @@ def test_gradients_are_clipped_by_the_norm_of_all(sessions: Sessions, how: str) 
         optimizer.step()
     assert min(norms) > limit, "each step was"
     torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match=r"max_grad_norm= needs gradients that wait .*: use shard\(..., fused=False\)"):
+    with pytest.raises(ValueError, match=r"max_grad_norm= must know all gradients .*: use shard\(..., fused=False\)"):
         sessions[2].run(train, "sharded", 400, 50, steps=steps, max_grad_norm=limit, progress=False)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps= needs gradients that wait"):
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps= must know all gradients"):
         sessions[2].run(train, "sharded", 400, 50, steps=steps, gradient_accumulation_steps=2, progress=False)
 
 
@@ -775,7 +775,7 @@ def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ),
         (
             {"epochs": 1, "model": nn.Linear(1, 1)},
-            r"`model` must be what shard\(\) or replicate\(\) returns, got Linear",
+            r"`model` must be the result of shard\(\) or replicate\(\), got Linear",
         ),
     ],
 )

@@ -183,5 +183,5 @@ def test_a_summary_says_where_ranks_have_what(sessions: Sessions) -> None:
     assert found.bytes == whole.bytes == 356
     assert [part.strategy for part in whole.parts] == [""] * 5
     assert "row_wise" in found._repr_html_() and "6 × 4" in repr(found)
-    with pytest.raises(TypeError, match="`model` must be a module, or what"):
+    with pytest.raises(TypeError, match="`model` must be a module, or the result of"):
         summary(3)  # type: ignore[arg-type]
