@@ -28,8 +28,7 @@ _FROM_ZERO = {
 def resolve(
     grow: Growth, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
 ) -> dict[str, tuple[int, int, torch.Tensor]]:
-    """Find the tables that grow. Return, for the key of each weight, its rows in the checkpoint, its rows here, and the
-    weights of the mean.
+    """Find the tables that grow.
 
     Args:
         grow: The argument `grow` of `load`.
@@ -37,9 +36,13 @@ def resolve(
         saved: The content of the checkpoint, by key.
         folder: The folder of the checkpoint, for the message.
 
+    Returns:
+        By the key of a weight: its number of rows in the checkpoint, its number of rows in the model, and the weights
+        of the mean with which new rows start.
+
     Raises:
-        ValueError: A weight is not in the model or not in the checkpoint, has more rows in the checkpoint, or the
-            weights of the mean are of another number of rows.
+        ValueError: A name in `grow` is not the name of one weight; a weight is not in the checkpoint, or has more rows
+            there than in the model; or the weights of the mean are not one for each row of the checkpoint.
     """
     found = {}
     for name, parts in grow.items():

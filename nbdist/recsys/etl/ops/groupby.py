@@ -112,7 +112,8 @@ class JoinGroupby(StatisticsStep):
     def _tables(
         self, wanted: Sequence[str], state: State
     ) -> Iterator[tuple[list[str], pl.DataFrame, dict[str, float]]]:
-        """Return, for some of the new columns, the key of each table, the table, and the values of an unknown key."""
+        """Yield the tables from which the `wanted` columns are looked up: the key columns of each, the table, and the
+        values for a key that is not in it."""
         for group in self.by:
             names = [name for name in wanted if self._made[name][0] == group]
             if names:
