@@ -545,7 +545,7 @@ def test_the_command_line(kept: Session, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["attach", "kept"]) == 1
     assert "the call has failed: on rank" in capsys.readouterr().err
     assert main(["attach", "nothing"]) == 1
-    assert "nbdist: there is no session 'nothing': there are 'kept'" in capsys.readouterr().err
+    assert "nbdist: there is no session 'nothing'. Sessions with a name: 'kept'" in capsys.readouterr().err
     future = kept.submit(time.sleep, 1000)
     assert poll(lambda: str(kept.status()).startswith("2 ranks, running"))
     assert main(["stop", "kept"]) == 0
