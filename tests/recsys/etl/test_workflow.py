@@ -612,7 +612,7 @@ TABLE = pl.DataFrame({"user": [1, 2], "age": [30, 40]})
         (lambda: Categorify(), ValueError, "no columns are named"),
         (lambda: Categorify("a", "a"), ValueError, "'a' is named twice"),
         (lambda: Categorify("a", min_count=0), ValueError, "`min_count` of column 'a' must be at least 1, got 0"),
-        (lambda: Categorify("a", max_size={"a": 1}), ValueError, "max_size=1 of column 'a'"),
+        (lambda: Categorify("a", max_size={"a": 1}), ValueError, "`max_size` of column 'a' must be at least 2"),
         (lambda: Categorify("a", max_size={"b": 9}), ValueError, "there is no column 'b'"),
         (lambda: Categorify("a", num_buckets=0), ValueError, "`num_buckets` of column 'a' must be at least 1, got 0"),
         (lambda: Categorify("a", num_buckets=9, max_size=9), ValueError, "at least 10, for null and 9 buckets"),
