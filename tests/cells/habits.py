@@ -611,10 +611,21 @@ assert outer(np.arange(3.0)) == 6
 assert in_ddp(1, outer, np.arange(4.0)) == 12
 
 # %% An engine or a connection of SQLAlchemy, and classes that are mapped to tables
-# happens: An engine that has connected, a connection and a mapped class are refused by name: make them in the function.
+# happens: An engine that has connected and a connection are refused by name: make them in the function. Mapped classes of a cell are refused, too; those of a module (`%%writefile models.py`) work, and their rows come back.
 # reported: sqlalchemy/sqlalchemy#10077, sqlalchemy/sqlalchemy#9788, facebookincubator/submitit#28
 import sqlalchemy
 from sqlalchemy.orm import declarative_base
+
+with open("models.py", "w") as file:
+    file.write(
+        "import sqlalchemy\n"
+        "from sqlalchemy.orm import declarative_base\n"
+        "Base = declarative_base()\n"
+        "class City(Base):\n"
+        "    __tablename__ = 'cities'\n"
+        "    name = sqlalchemy.Column(sqlalchemy.String, primary_key=True)\n"
+    )
+import models
 
 Base = declarative_base()
 
@@ -640,6 +651,23 @@ for name, uses in (("engine", lambda: ask(engine)), ("connection", lambda: conne
         assert name in str(exc), exc
     else:
         raise AssertionError(name)
+try:
+    in_ddp(1, lambda: Row)
+except CaptureError as exc:
+    assert "SQLAlchemy builds this class" in str(exc) and "module" in str(exc), exc
+
+
+def add():
+    made = sqlalchemy.create_engine("sqlite://")
+    models.Base.metadata.create_all(made)
+    with sqlalchemy.orm.Session(made, expire_on_commit=False) as rows:
+        rows.add(models.City(name="Rome"))
+        rows.commit()
+        return rows.scalars(sqlalchemy.select(models.City)).one()
+
+
+city = in_ddp(1, add)
+assert type(city) is models.City and city.name == "Rome", city
 connection.close()
 engine.dispose()
 

@@ -190,6 +190,68 @@ out = in_ddp(1, lambda: (type(B) is Registry, A.options, Registry.classes["B"] i
 assert out[:3] == (True, {"speed": 3}, True) and type(out[3]) is B and type(out[4][1]) is C
 
 
+# %% a metaclass of an enumeration that registers it
+import enum
+
+
+class Named(enum.EnumMeta):
+    made = []  # noqa: RUF012
+
+    def __new__(mcls, name, bases, space, **options):
+        cls = super().__new__(mcls, name, bases, space, **options)
+        mcls.made.append(name)
+        return cls
+
+    def __getitem__(cls, name):
+        return super().__getitem__(name.upper())
+
+
+class Access(enum.Flag, metaclass=Named):
+    READ = 1
+    WRITE = 2
+
+
+out = in_ddp(1, lambda: (Access["read"] | Access.WRITE, Named.made, type(Access) is Named))
+assert out == (Access.READ | Access.WRITE, ["Access"], True), out
+
+
+# %% structures and unions of ctypes
+import ctypes
+
+
+class Pixel(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("kind", ctypes.c_uint8), ("value", ctypes.c_int32)]  # noqa: RUF012
+
+    def doubled(self):
+        return 2 * self.value
+
+
+class Either(ctypes.Union):
+    _anonymous_ = ("pixel",)
+    _fields_ = [("pixel", Pixel), ("whole", ctypes.c_uint64)]  # noqa: RUF012
+
+
+class Link(ctypes.Structure):
+    pass
+
+
+Link._fields_ = [("value", ctypes.c_int), ("next", ctypes.POINTER(Link))]
+pixel = Pixel(1, 5)
+
+
+def fn():
+    first = Link(1)
+    first.next = ctypes.pointer(Link(2))
+    return pixel.doubled(), ctypes.sizeof(Pixel), Either(pixel).kind, first.next.contents.value, Pixel(3, 4)
+
+
+with Session(1) as session:
+    for _ in range(2):  # a class that is there already keeps its fields
+        out = session.run(fn)
+        assert out[:4] == (10, 5, 1, 2) and type(out[4]) is Pixel and out[4].doubled() == 8, out
+
+
 # %% hooks of class definitions
 class Base:
     registry = {}  # noqa: RUF012
