@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ..deaths import NEVER_STARTED, lost_in_import
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
@@ -128,6 +129,13 @@ class ForkServer:
             self.ask("preload", new, search_path())
             self.importing, self._importing_since, self._broken_off = new, time.monotonic(), False
             self._importing_after = self._last_launch
+
+    def why_lost(self) -> str:
+        """Return the reason why a rank was never started, once this server has closed its connections."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.importing and (status := self.process.wait(5)):
+                return lost_in_import(self.importing, status)
+        return NEVER_STARTED
 
     def break_off(self) -> None:
         """Make the server leave modules that take long to import to the ranks, which wait; the second time, end it."""

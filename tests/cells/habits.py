@@ -611,7 +611,7 @@ assert outer(np.arange(3.0)) == 6
 assert in_ddp(1, outer, np.arange(4.0)) == 12
 
 # %% An engine or a connection of SQLAlchemy, and classes that are mapped to tables
-# happens: An engine that has connected and a connection are refused by name: make them in the function. Mapped classes of a cell are refused, too; those of a module (`%%writefile models.py`) work, and their rows come back.
+# happens: A connected engine, a connection and a mapped class of a cell are refused by name. Classes of a module work.
 # reported: sqlalchemy/sqlalchemy#10077, sqlalchemy/sqlalchemy#9788, facebookincubator/submitit#28
 import sqlalchemy
 from sqlalchemy.orm import declarative_base

@@ -221,7 +221,7 @@ import ctypes
 
 class Pixel(ctypes.Structure):
     _pack_ = 1
-    _fields_ = [("kind", ctypes.c_uint8), ("value", ctypes.c_int32)]  # noqa: RUF012
+    _fields_ = [("kind", ctypes.c_uint8), ("value", ctypes.c_int32)]
 
     def doubled(self):
         return 2 * self.value
@@ -229,7 +229,7 @@ class Pixel(ctypes.Structure):
 
 class Either(ctypes.Union):
     _anonymous_ = ("pixel",)
-    _fields_ = [("pixel", Pixel), ("whole", ctypes.c_uint64)]  # noqa: RUF012
+    _fields_ = [("pixel", Pixel), ("whole", ctypes.c_uint64)]
 
 
 class Link(ctypes.Structure):
