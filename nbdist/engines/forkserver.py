@@ -16,8 +16,9 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..deaths import NEVER_STARTED, lost_in_import
 from ..notebook.shell import kernel_shell
@@ -58,6 +59,13 @@ def read_at_import(environ: Mapping[str, str]) -> Variables:
     """Return the variables in `environ` that a rank can only inherit from the fork server."""
     names = [name for name in environ if name.startswith(READ_AT_IMPORT) and not _HOLD.fullmatch(name)]
     return frozenset((name, environ[name]) for name in names)
+
+
+class WatchesFolders(Protocol):
+    """What has a process that outlives this one if this one is killed."""
+
+    def watch_folder(self, folder: str) -> None:
+        """Remove a folder if this process is killed."""
 
 
 class ForkServer:
@@ -173,16 +181,28 @@ _works_for_notebook = False
 
 
 def remove_if_killed(folder: str) -> None:
-    """Make the servers remove a folder if this process is killed. At its own end, this process removes it itself.
+    """Make the servers, and Ray's drivers, remove a folder if this process is killed. At its own end, this process
+    removes it itself.
 
-    This holds for running servers and for those that start later.
+    This holds for those that run and for those that start later.
     """
     with _lock:
         _folders.append((os.getpid(), folder))
+        for driver in _drivers:
+            driver.watch_folder(folder)
         for key, found in _servers.items():
             if key[0] == os.getpid():
                 with contextlib.suppress(OSError):  # it has just retired: the next one gets it
                     found.ask("folder", folder)
+
+
+def watched_by(driver: WatchesFolders) -> None:
+    """Make a driver of Ray remove this process's folders if this process is killed."""
+    with _lock:
+        _drivers.add(driver)
+        for pid, folder in _folders:
+            if pid == os.getpid():
+                driver.watch_folder(folder)
 
 
 def for_notebook(is_one: bool) -> None:
@@ -195,6 +215,7 @@ _lock = threading.RLock()
 # By pid, since a process forked from the kernel has to start its own, and by what they are started with.
 _servers: dict[tuple[int, Variables], ForkServer] = {}
 _folders: list[tuple[int, str]] = []  # by pid of the process whose they are
+_drivers: weakref.WeakSet[WatchesFolders] = weakref.WeakSet()
 
 
 def server(variables: Variables | None = None) -> ForkServer:

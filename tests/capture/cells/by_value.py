@@ -250,6 +250,85 @@ with Session(1) as session:
     for _ in range(2):  # a class that is there already keeps its fields
         out = session.run(fn)
         assert out[:4] == (10, 5, 1, 2) and type(out[4]) is Pixel and out[4].doubled() == 8, out
+    link = Link(1, ctypes.pointer(Link(2)))
+    try:
+        session.run(lambda: link.value)
+    except CaptureError as exc:
+        assert "link" in str(exc) and "pointers" in str(exc), exc
+    else:
+        raise AssertionError("the address is another process's")
+
+
+# %% names by way of the module that a cell runs in
+limit, ways = 3, {"double": 2}
+
+
+def by_name(value):
+    from __main__ import limit as most
+
+    return min(value, most)
+
+
+def by_attribute(value):
+    import __main__
+
+    return __main__.by_name(value) * __main__.ways["double"]
+
+
+assert in_ddp(1, by_attribute, 5) == 6
+
+
+# %% classes derived from threading.local, and what holds one, such as a console of rich
+import threading
+
+from rich.console import Console
+from rich.progress import Progress
+
+
+class Buffers(threading.local):
+    def __init__(self, size, *, fill=0):
+        self.size, self.fill = size, fill
+        self.values = [fill] * size
+
+
+class Counter(threading.local):
+    count = 0
+
+
+class Holder(threading.local):
+    def __init__(self, value):
+        self.kept = value
+
+
+buffers, counter, holder = Buffers(2, fill=7), Counter(), Holder(1)
+buffers.values.append(1)
+counter.count = 4
+
+
+def fn():
+    found = [buffers.values, counter.count, isinstance(buffers, Buffers)]
+    thread = threading.Thread(target=lambda: found.append(buffers.values))
+    thread.start()
+    thread.join()
+    return found
+
+
+def show():
+    with progress:
+        progress.update(progress.add_task("steps", total=2), advance=2)
+    console.print("[bold]shown[/bold]")
+    return progress.finished
+
+
+console, progress = Console(), Progress()
+assert in_ddp(1, fn) == [[7, 7], 0, True, [7, 7]]
+assert in_ddp(1, show) is True
+try:
+    in_ddp(1, lambda: holder.kept)
+except CaptureError as exc:
+    assert "holder cannot be sent" in str(exc), exc
+else:
+    raise AssertionError("its argument is not known")
 
 
 # %% hooks of class definitions
