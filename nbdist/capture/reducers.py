@@ -72,7 +72,7 @@ def reduce_own(obj: Any) -> Reduction | None:
 
 
 def _reduce_local(local: threading.local) -> tuple[Any, ...] | None:
-    """Return the reduction of an object of a class derived from `threading.local`: it is made anew, with the arguments
+    """Return the reduction of an object of a class derived from `threading.local`: it is made again, with the arguments
     that it has as attributes. None if it takes others."""
     kind, attributes = type(local), local.__dict__
     own = next(cls.__init__ for cls in kind.__mro__ if "__init__" in vars(cls))  # type: ignore[misc]

@@ -62,7 +62,7 @@ def read_at_import(environ: Mapping[str, str]) -> Variables:
 
 
 class WatchesFolders(Protocol):
-    """What has a process that outlives this one if this one is killed."""
+    """An object whose process outlives this one if this one is killed."""
 
     def watch_folder(self, folder: str) -> None:
         """Remove a folder if this process is killed."""
