@@ -77,7 +77,7 @@ class ForkServer:
     def __init__(self, variables: Variables) -> None:
         self._asked: set[str] = set()
         self.importing: Sequence[str] = ()
-        """The modules that were requested last."""
+        """The modules that were requested, and may not be imported yet."""
         self._importing_since, self._broken_off = 0.0, False
         self._last_launch = self._importing_after = -1
         ours, theirs = socket.socketpair()
@@ -135,7 +135,8 @@ class ForkServer:
         new = [name for name in new if installed(name)]
         if new:
             self.ask("preload", new, search_path())
-            self.importing, self._importing_since, self._broken_off = new, time.monotonic(), False
+            self.importing = [*self.importing, *new]
+            self._importing_since, self._broken_off = time.monotonic(), False
             self._importing_after = self._last_launch
 
     def why_lost(self) -> str:
