@@ -63,7 +63,7 @@ _BUILDERS = {
 }
 
 
-def _builder(cls: type) -> str:
+def _builder(cls: Any) -> str:
     """Return the library that has made more of a class than its attributes show; empty if none has."""
     if "_sa_class_manager" in vars(cls) or "_sa_registry" in vars(cls):  # mapped, or a base of what is
         return "SQLAlchemy"

@@ -116,7 +116,8 @@ def globals_of_class(cls: type) -> Namespace:
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
     """Return the global names that `code`, or a function or class inside it, reads or writes, also as `__main__.name`
     or by `from __main__ import name`."""
-    names, module, last = {}, "", None
+    names: dict[str, None] = {}
+    module, last = "", None
     for i in dis.get_instructions(code):
         module = i.argval if i.opname == "IMPORT_NAME" else module
         of_main = i.opname == "IMPORT_FROM" and module == "__main__"

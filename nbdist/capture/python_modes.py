@@ -93,7 +93,9 @@ _MODES = {
     "fields of csv": _Mode(csv.field_size_limit, csv.field_size_limit),
     "dialects of csv": _Mode(_read_dialects, _write_dialects),
     "timeout of sockets": _Mode(socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "warnings to logging": _Mode(lambda: logging._warnings_showwarning is not None, logging.captureWarnings),
+    "warnings to logging": _Mode(
+        lambda: getattr(logging, "_warnings_showwarning", None) is not None, logging.captureWarnings
+    ),
     "levels of logging": _Mode(lambda: dict(logging._levelToName), _write_levels),
     "class of loggers": _Mode(logging.getLoggerClass, logging.setLoggerClass),
 }
