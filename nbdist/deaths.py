@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Sequence
 
 NEVER_STARTED = "was never started: the fork server was lost, or is out of descriptors (see ulimit -n)"
 SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
@@ -39,6 +40,13 @@ def describe_status(status: int | None) -> str:
     except ValueError:
         name = f"signal {-status}"
     return f"was killed by {name}{_HINTS.get(name, '')}"
+
+
+def lost_in_import(modules: Sequence[str], status: int) -> str:
+    """Describe the end of the fork server, with this wait status, while it imported modules for a rank."""
+    ended = describe_status(status) if status < 0 else f"ended with exit code {status}"
+    which = "one of " if len(modules) > 1 else ""
+    return f"was never started: the fork server {ended} while it imported {which}{', '.join(modules)}"
 
 
 def not_started(number: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle.cloudpickle as cp
 
+from ..errors import CaptureError
 from .names import importable
 from .steps import CallStep, UnpickleStep
 
@@ -28,6 +29,12 @@ def reduce_class(cls: Any) -> ClassReduction:
     """Return the reduction of a class. `set_attributes` sets its attributes when it is rebuilt."""
     if issubclass(cls, enum.Enum):
         return _reduce_enum(cls)
+    if library := _builder(cls):
+        raise CaptureError(
+            f"{cls.__qualname__} cannot be sent between the notebook and the ranks: {library} builds this class from "
+            f"the text of its definition. Write the class into a module (%%writefile models.py) and import it, or "
+            f"define it inside the function."
+        )
     make, (metaclass, name, bases, namespace, *more), (attributes, _), *_ = cp._dynamic_class_reduce(cls)
     namespace = {**namespace, "__qualname__": cls.__qualname__}
     if "__slots__" in attributes and typing.NamedTuple not in bases:  # that one makes its own
@@ -37,10 +44,54 @@ def reduce_class(cls: Any) -> ClassReduction:
             for key, value in attributes.items()
             if key != "__slots__" and not isinstance(value, types.MemberDescriptorType)
         }
+    if metaclass.__module__ == "_ctypes":  # not importable before Python 3.13
+        fields = _take_fields(attributes, namespace)
+        data: list[UnpickleStep] = [CallStep(set_fields, cls, fields)] if fields else []
+        return make, (_make_c_class, name, bases, namespace, *more), attributes, data
     imported = next(filter(importable, metaclass.__mro__))
     if metaclass.__name__ == "_TypedDictMeta":  # its `__new__` reads hints, and there are none yet
         imported, bases = type, cls.__bases__
     return make, (functools.partial(_make_class, metaclass, imported), name, bases, namespace, *more), attributes, []
+
+
+#: Metaclasses that register a class, or make code and descriptors for it, when its body is there.
+_BUILDERS = {
+    "django.db.models.base.ModelBase": "Django",
+    "msgspec._core.StructMeta": "msgspec",
+    "peewee.ModelBase": "peewee",
+    "pony.orm.core.EntityMeta": "Pony",
+}
+
+
+def _builder(cls: Any) -> str:
+    """Return the library that has made more of a class than its attributes show; empty if none has."""
+    if "_sa_class_manager" in vars(cls) or "_sa_registry" in vars(cls):  # mapped, or a base of what is
+        return "SQLAlchemy"
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(cls).__mro__)
+    return next((_BUILDERS[kind] for kind in kinds if kind in _BUILDERS), "")
+
+
+def _take_fields(attributes: dict[str, Any], namespace: dict[str, Any]) -> Any:
+    """Take the fields of a structure of ctypes out of its attributes, which has a descriptor for each, and move the
+    options of its layout into the namespace, where they must be before the fields are set."""
+    fields = attributes.pop("_fields_", [])
+    for name in ("_anonymous_", "_pack_", "_align_", "_layout_"):
+        if name in attributes:
+            namespace[name] = attributes.pop(name)
+    for name, value in list(attributes.items()):
+        if type(value).__module__ == "_ctypes":
+            del attributes[name]
+    return fields
+
+
+def _make_c_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    return types.new_class(name, bases, {}, lambda body: body.update(namespace))
+
+
+def set_fields(cls: Any, fields: Any) -> None:
+    """Set the fields of a structure of ctypes, which can be set once."""
+    if "_fields_" not in vars(cls):
+        cls._fields_ = fields
 
 
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
@@ -122,7 +173,8 @@ def make_enum(
 ) -> Any:
     """Make an enumeration with these members, each with its value and its content, without running code of the
     notebook."""
-    namespace = metaclass.__prepare__(name, bases)
+    imported = next(filter(importable, metaclass.__mro__))  # a metaclass of the notebook has run already
+    namespace = imported.__prepare__(name, bases)
     made = iter(members.values())
 
     def __new__(cls: Any, *args: Any) -> Any:
@@ -140,7 +192,7 @@ def make_enum(
     if members:
         namespace["__new__"], namespace["__init__"] = __new__, lambda self, *args: None
     options = {} if boundary is None else {"boundary": boundary}
-    cls = metaclass.__new__(metaclass, name, bases, namespace, **options)
+    cls = imported.__new__(metaclass, name, bases, namespace, **options)
     for leftover in ("__init__", "__new_member__", "_new_member_") if members else ():
         if leftover in vars(cls):
             type.__delattr__(cls, leftover)

@@ -151,6 +151,8 @@ class DefinitionPickler(cloudpickle.Pickler):
         ctypes = sys.modules.get("ctypes")
         if ctypes is not None and type(cls) is type(ctypes.Array):
             return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
+        if ctypes is not None and type(cls) is type(ctypes._Pointer):
+            return ctypes.POINTER, (cls._type_,)  # type: ignore[attr-defined]
         make, args, attributes, data = classes.reduce_class(cls)
         steps = self._definition(
             [*self._own_name(cls), CallStep(classes.keep_attributes, cls, frozenset(attributes))],

@@ -21,9 +21,10 @@ from .reading import Unreadable
 def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | MemoryError:
     """Return a `CaptureError` for a failure to pickle: it names one of `parts`, the path inside it, and the reason.
 
-    Lack of memory has nothing to do with the object: then the exception itself is returned.
+    Lack of memory has nothing to do with the object, and a `CaptureError` names it: then the exception itself is
+    returned.
     """
-    if isinstance(exc, MemoryError):
+    if isinstance(exc, (MemoryError, CaptureError)):
         return exc
     deep = isinstance(exc, RecursionError)
     where, culprit = next(

@@ -114,8 +114,16 @@ def globals_of_class(cls: type) -> Namespace:
 
 @functools.lru_cache(maxsize=4096)
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names that `code`, or a function or class inside it, reads or writes."""
-    names = {i.argval: None for i in dis.get_instructions(code) if i.opname in _BY_NAME}
+    """Return the global names that `code`, or a function or class inside it, reads or writes, also as `__main__.name`
+    or by `from __main__ import name`."""
+    names: dict[str, None] = {}
+    module, last = "", None
+    for i in dis.get_instructions(code):
+        module = i.argval if i.opname == "IMPORT_NAME" else module
+        of_main = i.opname == "IMPORT_FROM" and module == "__main__"
+        if i.opname in _BY_NAME or of_main or (i.opname in ("LOAD_ATTR", "LOAD_METHOD") and last == "__main__"):
+            names[i.argval] = None
+        last = i.argval
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names.update(dict.fromkeys(globals_used(const)))

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,12 @@ from .foreign import is_a, text
 
 #: Signals that neither nbdist nor Jupyter uses.
 _SIGNALS = [name for name in ("SIGUSR1", "SIGUSR2", "SIGALRM") if hasattr(signal, name)]
+
+
+#: The attributes of a dialect of csv.
+_DIALECT = (
+    *("delimiter", "quotechar", "escapechar", "doublequote", "skipinitialspace", "lineterminator", "quoting", "strict"),
+)
 
 
 class _Mode(NamedTuple):
@@ -64,6 +71,19 @@ def _write_levels(value: Mapping[int, str]) -> None:
         logging.addLevelName(level, name)
 
 
+def _read_dialects() -> dict[str, dict[str, Any]]:
+    found = {name: csv.get_dialect(name) for name in csv.list_dialects()}
+    return {name: {option: getattr(one, option) for option in _DIALECT} for name, one in found.items()}
+
+
+def _write_dialects(value: Mapping[str, Any]) -> None:
+    for name in csv.list_dialects():
+        if name not in value:
+            csv.unregister_dialect(name)
+    for name, options in value.items():
+        csv.register_dialect(name, **options)
+
+
 _MODES = {
     "recursion limit": _Mode(sys.getrecursionlimit, sys.setrecursionlimit),
     "switch interval": _Mode(sys.getswitchinterval, sys.setswitchinterval),
@@ -71,6 +91,11 @@ _MODES = {
     "signals": _Mode(_read_signals, _write_signals),
     "umask": _Mode(_read_umask, os.umask),
     "fields of csv": _Mode(csv.field_size_limit, csv.field_size_limit),
+    "dialects of csv": _Mode(_read_dialects, _write_dialects),
+    "timeout of sockets": _Mode(socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "warnings to logging": _Mode(
+        lambda: getattr(logging, "_warnings_showwarning", None) is not None, logging.captureWarnings
+    ),
     "levels of logging": _Mode(lambda: dict(logging._levelToName), _write_levels),
     "class of loggers": _Mode(logging.getLoggerClass, logging.setLoggerClass),
 }

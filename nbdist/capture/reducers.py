@@ -9,6 +9,7 @@ import copyreg
 import functools
 import getpass
 import importlib
+import inspect
 import sys
 import threading
 import types
@@ -59,6 +60,8 @@ def reduce_own(obj: Any) -> Reduction | None:
     own: Any = threading.Thread if connection is None else (threading.Thread, connection._ConnectionBase)
     if isinstance(obj, own):  # all that it consists of could be sent
         raise TypeError(f"a {type(obj).__name__} belongs to the process that made it")
+    if isinstance(obj, threading.local):
+        return _reduce_local(obj)
     iostream = sys.modules.get("ipykernel.iostream")
     if iostream is not None and isinstance(obj, iostream.OutStream):  # while something else is in its place
         return getattr, (sys, obj.name)
@@ -66,6 +69,22 @@ def reduce_own(obj: Any) -> Reduction | None:
 
 
 # ------------------------------------------------------------------------------------------------ locks and caches
+
+
+def _reduce_local(local: threading.local) -> tuple[Any, ...] | None:
+    """Return the reduction of an object of a class derived from `threading.local`: it is made again, with the arguments
+    that it has as attributes. None if it takes others."""
+    kind, attributes = type(local), local.__dict__
+    own = next(cls.__init__ for cls in kind.__mro__ if "__init__" in vars(cls))  # type: ignore[misc]
+    parameters = [*inspect.signature(own).parameters.values()][1:]
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if any(one.default is one.empty and one.name not in attributes for one in named):
+        return None
+    return _make_local, (kind, {one.name: attributes[one.name] for one in named if one.name in attributes})
+
+
+def _make_local(kind: type, arguments: dict[str, Any]) -> Any:
+    return kind(**arguments)
 
 
 def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:

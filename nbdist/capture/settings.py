@@ -7,11 +7,11 @@ The settings and their sources:
 | levels, and handlers that write to streams or files | `logging` |
 | filters | `warnings.filters` |
 | recursion limit, garbage collector, handlers of signals and more | `python_modes` |
-| context | `decimal.getcontext()` |
+| contexts | `decimal.getcontext()`, `decimal.DefaultContext` |
 | locale | `locale.setlocale(locale.LC_ALL)` |
 | time zone | `TZ`, as `time.tzset` has taken it |
 | environment, folder, module path | `os.environ`, `os.getcwd()`, `sys.path` |
-| print options, error state | `numpy.get_printoptions()`, `numpy.geterr()`, `numpy.geterrcall()` |
+| print options, error state, buffers | `numpy.get_printoptions()`, `geterr()`, `geterrcall()`, `getbufsize()` |
 | options that are not at their default | `pandas.get_option` |
 | parameters that are not at their default, except the backend's | `matplotlib.rcParams` |
 | options that are not at their default | `sklearn.get_config()`, `polars.Config` |
@@ -176,14 +176,17 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logging": ("logging", Loggers()),
     "warnings": ("warnings", lambda module: list(module.filters)),
     "Python": ("sys", python_modes.read),
-    "decimal": ("decimal", lambda module: module.getcontext().__reduce__()[1]),
+    "decimal": (
+        "decimal",
+        lambda module: [one.__reduce__()[1] for one in (module.getcontext(), module.DefaultContext)],
+    ),
     "locale": ("locale", _locale),
     "time zone": ("time", _zone),
     "environment": ("os", _Environ()),
     "folder": ("os", _folder),
     "module path": ("sys", lambda module: search_path()),
     "numpy.printoptions": ("numpy", lambda module: module.get_printoptions()),
-    "numpy.errstate": ("numpy", lambda module: (module.geterr(), module.geterrcall())),
+    "numpy.errstate": ("numpy", lambda module: (module.geterr(), module.geterrcall(), module.getbufsize())),
     "pandas": ("pandas", _pandas),
     "matplotlib": ("matplotlib", _matplotlib),
     "sklearn": ("sklearn", lambda module: module.get_config()),

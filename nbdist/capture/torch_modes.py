@@ -104,6 +104,18 @@ _MODES = {
         ),
         lambda torch, on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
     ),
+    "fill memory": _Mode(
+        lambda torch: torch.utils.deterministic.fill_uninitialized_memory,
+        lambda torch, on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", on),
+    ),
+    "backward in threads": _Mode(
+        lambda torch: torch._C._is_multithreading_enabled(),
+        lambda torch, on: torch._C._set_multithreading_enabled(on),
+    ),
+    "sharing": _Mode(
+        lambda torch: torch.multiprocessing.get_sharing_strategy(),
+        lambda torch, name: torch.multiprocessing.set_sharing_strategy(name),
+    ),
     "grad": _Mode(lambda torch: torch.is_grad_enabled(), lambda torch, on: torch.set_grad_enabled(on)),
     "anomaly": _Mode(
         lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),

@@ -16,9 +16,11 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from ..deaths import NEVER_STARTED, lost_in_import
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
@@ -59,6 +61,13 @@ def read_at_import(environ: Mapping[str, str]) -> Variables:
     return frozenset((name, environ[name]) for name in names)
 
 
+class WatchesFolders(Protocol):
+    """An object whose process outlives this one if this one is killed."""
+
+    def watch_folder(self, folder: str) -> None:
+        """Remove a folder if this process is killed."""
+
+
 class ForkServer:
     """The fork server's process, and the connection to it. `variables` are set for its imports.
 
@@ -68,7 +77,7 @@ class ForkServer:
     def __init__(self, variables: Variables) -> None:
         self._asked: set[str] = set()
         self.importing: Sequence[str] = ()
-        """The modules that were requested last."""
+        """The modules that were requested, and may not be imported yet."""
         self._importing_since, self._broken_off = 0.0, False
         self._last_launch = self._importing_after = -1
         ours, theirs = socket.socketpair()
@@ -126,8 +135,16 @@ class ForkServer:
         new = [name for name in new if installed(name)]
         if new:
             self.ask("preload", new, search_path())
-            self.importing, self._importing_since, self._broken_off = new, time.monotonic(), False
+            self.importing = [*self.importing, *new]
+            self._importing_since, self._broken_off = time.monotonic(), False
             self._importing_after = self._last_launch
+
+    def why_lost(self) -> str:
+        """Return the reason why a rank was never started, once this server has closed its connections."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self.importing and (status := self.process.wait(5)):
+                return lost_in_import(self.importing, status)
+        return NEVER_STARTED
 
     def break_off(self) -> None:
         """Make the server leave modules that take long to import to the ranks, which wait; the second time, end it."""
@@ -165,16 +182,28 @@ _works_for_notebook = False
 
 
 def remove_if_killed(folder: str) -> None:
-    """Make the servers remove a folder if this process is killed. At its own end, this process removes it itself.
+    """Make the servers, and Ray's drivers, remove a folder if this process is killed. At its own end, this process
+    removes it itself.
 
-    This holds for running servers and for those that start later.
+    This holds for those that run and for those that start later.
     """
     with _lock:
         _folders.append((os.getpid(), folder))
+        for driver in _drivers:
+            driver.watch_folder(folder)
         for key, found in _servers.items():
             if key[0] == os.getpid():
                 with contextlib.suppress(OSError):  # it has just retired: the next one gets it
                     found.ask("folder", folder)
+
+
+def watched_by(driver: WatchesFolders) -> None:
+    """Make a driver of Ray remove this process's folders if this process is killed."""
+    with _lock:
+        _drivers.add(driver)
+        for pid, folder in _folders:
+            if pid == os.getpid():
+                driver.watch_folder(folder)
 
 
 def for_notebook(is_one: bool) -> None:
@@ -187,6 +216,7 @@ _lock = threading.RLock()
 # By pid, since a process forked from the kernel has to start its own, and by what they are started with.
 _servers: dict[tuple[int, Variables], ForkServer] = {}
 _folders: list[tuple[int, str]] = []  # by pid of the process whose they are
+_drivers: weakref.WeakSet[WatchesFolders] = weakref.WeakSet()
 
 
 def server(variables: Variables | None = None) -> ForkServer:

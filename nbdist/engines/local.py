@@ -164,6 +164,7 @@ class LocalRanks:
         self._server, self._number = server, -1
         try:
             self._number = server.launch(world_size, self._watch.report)
+            self._watch.why_lost = server.why_lost
             self._watch.on_start = functools.partial(server.has_started, self._number)
             try:
                 for rank in range(world_size):
@@ -181,6 +182,7 @@ class LocalRanks:
 
     def _start(self, rank: int, environ: Mapping[str, str] | None) -> None:
         asks, answers = socket.socketpair()
+        answers.setblocking(True)  # which `socket.setdefaulttimeout` of the notebook may have changed
         try:
             with answers, open_descriptors(pipes=2) as (channel, reads, (own, out, err)):
                 fds = RankDescriptors(own, out, err, answers.fileno())

@@ -35,6 +35,8 @@ class Watch:
         self.alive = set(range(size))
         self.on_start: Callable[[], None] = lambda: None
         """Called when the fork server has reported the start of a rank."""
+        self.why_lost: Callable[[], str] = lambda: NEVER_STARTED
+        """Returns the reason why a rank was never started, once the fork server is gone."""
         self._not_ours: list[Exit] = []
         self._processes: dict[int, int] = {}  # rank → descriptor
         self._reports, self.report = os.pipe()
@@ -129,7 +131,7 @@ class Watch:
     def _lost(self, rank: int) -> Exit:
         pid = self.pids[rank]
         if pid is None:
-            return self._ended(rank, None, NEVER_STARTED)
+            return self._ended(rank, None, self.why_lost())
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         return self._ended(rank, None)

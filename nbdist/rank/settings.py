@@ -165,9 +165,11 @@ class Settings:
         importlib.import_module("numpy").set_printoptions(**value)
 
     def _numpy_errors(self, value: Any) -> None:
-        numpy, (states, called) = importlib.import_module("numpy"), value
+        numpy, (states, called, size) = importlib.import_module("numpy"), value
         numpy.seterr(**states)
         numpy.seterrcall(called)
+        if size != numpy.getbufsize():
+            numpy.setbufsize(size)
 
     def _pandas(self, value: Any) -> None:
         pandas = importlib.import_module("pandas")
@@ -203,7 +205,7 @@ class Settings:
         "logging": _logging,
         "warnings": _warnings,
         "Python": _python_modes,
-        "decimal": lambda self, value: decimal.setcontext(decimal.Context(*value)),
+        "decimal": lambda self, value: _set_decimal(*value),
         "locale": lambda self, value: _set_locale(value),
         "numpy.printoptions": _numpy_print,
         "numpy.errstate": _numpy_errors,
@@ -213,6 +215,13 @@ class Settings:
         "polars": _polars,
         "torch": _torch_modes,
     }
+
+
+def _set_decimal(own: Sequence[Any], default: Sequence[Any]) -> None:
+    decimal.setcontext(decimal.Context(*own))
+    made = decimal.Context(*default)
+    for name in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps"):
+        setattr(decimal.DefaultContext, name, getattr(made, name))
 
 
 def _set_locale(name: str) -> None:

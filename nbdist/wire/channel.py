@@ -40,6 +40,7 @@ class Channel:
     descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)  # `socket.setdefaulttimeout` of the notebook gives a timeout to new sockets
         self.sock = sock
 
     def fileno(self) -> int:

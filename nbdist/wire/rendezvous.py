@@ -60,6 +60,7 @@ class Rendezvous:
 
     def _bind(self, address: str) -> socket.socket:
         sock = socket.socket()
+        sock.setblocking(True)  # which `socket.setdefaulttimeout` of the notebook may have changed
         self._sockets.append(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((address, 0))

@@ -611,10 +611,21 @@ assert outer(np.arange(3.0)) == 6
 assert in_ddp(1, outer, np.arange(4.0)) == 12
 
 # %% An engine or a connection of SQLAlchemy, and classes that are mapped to tables
-# happens: An engine that has connected, a connection and a mapped class are refused by name: make them in the function.
-# reported: sqlalchemy/sqlalchemy#10077, sqlalchemy/sqlalchemy#9788, facebookincubator/submitit#28
+# happens: A connected engine, a connection and a mapped class of a cell are refused by name. Classes of a module work.
+# reported: sqlalchemy/sqlalchemy#10077, uqfoundation/pathos#117, facebookincubator/submitit#28
 import sqlalchemy
 from sqlalchemy.orm import declarative_base
+
+with open("models.py", "w") as file:
+    file.write(
+        "import sqlalchemy\n"
+        "from sqlalchemy.orm import declarative_base\n"
+        "Base = declarative_base()\n"
+        "class City(Base):\n"
+        "    __tablename__ = 'cities'\n"
+        "    name = sqlalchemy.Column(sqlalchemy.String, primary_key=True)\n"
+    )
+import models
 
 Base = declarative_base()
 
@@ -640,6 +651,23 @@ for name, uses in (("engine", lambda: ask(engine)), ("connection", lambda: conne
         assert name in str(exc), exc
     else:
         raise AssertionError(name)
+try:
+    in_ddp(1, lambda: Row)
+except CaptureError as exc:
+    assert "SQLAlchemy builds this class" in str(exc) and "module" in str(exc), exc
+
+
+def add():
+    made = sqlalchemy.create_engine("sqlite://")
+    models.Base.metadata.create_all(made)
+    with sqlalchemy.orm.Session(made, expire_on_commit=False) as rows:
+        rows.add(models.City(name="Rome"))
+        rows.commit()
+        return rows.scalars(sqlalchemy.select(models.City)).one()
+
+
+city = in_ddp(1, add)
+assert type(city) is models.City and city.name == "Rome", city
 connection.close()
 engine.dispose()
 
@@ -861,3 +889,41 @@ def fit():
 trained, metrics, steps = in_ddp(2, fit)
 assert type(trained) is Net and trained.hparams.width == 1 and steps == 2 and "loss" in metrics
 assert not torch.equal(trained.layer.weight, net.layer.weight)
+
+# %% Several submitted calls that a cell awaits together
+# happens: `await asyncio.gather(...)` gives their values in order, and the notebook's event loop goes on meanwhile.
+# reported: jupyter/notebook#4312
+import asyncio
+
+from nbdist import Session
+
+ticks = []
+
+
+async def tick():
+    while True:
+        ticks.append(1)
+        await asyncio.sleep(0)
+
+
+with Session(1) as session:
+    ticking = asyncio.ensure_future(tick())
+    values = await asyncio.gather(*[session.submit(pow, base, 2) for base in range(4)])  # noqa: F704
+    ticking.cancel()
+assert values == [0, 1, 4, 9] and ticks, values
+
+# %% A bar of tqdm.notebook over a pool of threads, in the function
+# happens: The bar is in the cell, and counts what the threads have done.
+# reported: tqdm/tqdm#1133
+from concurrent.futures import ThreadPoolExecutor
+
+from tqdm.notebook import tqdm
+
+
+def squares():
+    with ThreadPoolExecutor(3) as threads:
+        bar = tqdm(threads.map(lambda one: one * one, range(8)), total=8)
+        return list(bar), bar.n
+
+
+assert in_ddp(1, squares) == ([one * one for one in range(8)], 8)

@@ -117,6 +117,34 @@ ELSEWHERE = [
         "They arrive with the decorator.",
         "",
     ),
+    (
+        "capture/cells/by_value.py",
+        "classes derived from threading.local, and what holds one, such as a console of rich",
+        "A `rich` console or progress bar of an earlier cell",
+        "It arrives; what a rank prints with it is in the cell.",
+        "",
+    ),
+    (
+        "capture/cells/by_value.py",
+        "structures and unions of ctypes",
+        "Structures of ctypes that a cell defines",
+        "They arrive, and come back; those with pointers are refused by name.",
+        "AlexeyAB/darknet#1490",
+    ),
+    (
+        "capture/cells/by_value.py",
+        "names by way of the module that a cell runs in",
+        "`from __main__ import f`, or `__main__.f`, in a function",
+        "The rank has the notebook's `f`.",
+        "uqfoundation/pathos#118",
+    ),
+    (
+        "capture/cells/settings.py",
+        "modes of Python, NumPy and torch that only threads, sockets, files and loaders show",
+        "`socket.setdefaulttimeout` in an earlier cell, for downloads",
+        "It holds in ranks. The connections between notebook and ranks have no timeout.",
+        "lijiejie/BBScan#13",
+    ),
 ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from conftest import poll
 
 from nbdist.engines.ray.launch import folders
+from nbdist.wire.channel import Channel
 
 
 @pytest.fixture
@@ -121,3 +124,28 @@ def test_a_ray_of_this_machine_is_reached_by_its_user_alone(short: Path) -> None
     subprocess.run([sys.executable, "-c", OPEN, str(short / "found")], env=environ, check=True)
     assert (short / "found").read_text() == "(True, [])"
     assert poll(lambda: not list(short.glob("ray-*")))
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="without pidfd nothing reports the end of the notebook")
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_driver_removes_the_folders_of_a_notebook_that_was_killed(tmp_path: Path, killed: bool) -> None:
+    from nbdist.engines.ray.driver.main import Driver
+
+    folder = tmp_path / "of the notebook"
+    folder.mkdir()
+    with subprocess.Popen(["sleep", "1000"]) as notebook:
+        ours, theirs = socket.socketpair()
+        kernel = os.pidfd_open(notebook.pid)
+        try:
+            with theirs:
+                driver = Driver(Channel(theirs), kernel, None)  # type: ignore[arg-type]
+                with ours:
+                    Channel(ours).send(("folder", 0, str(folder)))
+                if killed:
+                    notebook.kill()
+                asyncio.run(driver.serve())
+                driver.remove_folders()
+            assert folder.exists() is not killed
+        finally:
+            os.close(kernel)
+            notebook.kill()

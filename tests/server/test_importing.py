@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from conftest import living, poll
 
-from nbdist import Session, in_ddp
+from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import forkserver
 from nbdist.wire.forking import BREAK_OFF
 
@@ -56,6 +56,24 @@ def test_a_module_that_ends_the_process_which_imports_it(spared: Session, tmp_pa
     before = forkserver.server().process.pid
     load_in_server(code, name, tmp_path)
     assert in_ddp(2, total) == 2.0 and forkserver.server().process.pid == before
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"), [("abort()", "was killed by SIGABRT"), ("_exit(3)", "ended with exit code 3")]
+)
+def test_the_first_ranks_name_the_module_that_ended_the_server(tmp_path: Path, ends: str, why: str) -> None:
+    forkserver.stop()  # one without ranks imports for itself
+    asked, name = tmp_path / "asked", f"ends_by_{ends[:-2].strip('_(')}"
+    load_in_server(
+        f"import os, time\nwhile not os.path.exists({str(asked)!r}): time.sleep(0.01)\nos.{ends}\n", name, tmp_path
+    )
+    with Session(1) as session:
+        future = session.submit(total)
+        assert poll(lambda: forkserver.server()._last_launch >= 0)
+        asked.touch()
+        with pytest.raises(RankDied, match=f"never started: the fork server {why}.* while it imported one of {name}, "):
+            future.result()
+    assert in_ddp(1, total) == 1.0
 
 
 @pytest.mark.parametrize("others", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import socket
 from typing import Any, get_args
@@ -47,8 +48,21 @@ def test_a_message_is_as_small_as_a_tuple() -> None:
         def fileno(self) -> int:
             return -1
 
+        def setblocking(self, flag: bool) -> None: ...
+
     channel = Channel(Socket())  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "send_fds", lambda sock, parts, fds: sent.extend(parts) or sum(map(len, parts)))
         channel.send(Done(True))
     assert b"nbdist" not in sent[1] and pickle.loads(sent[1]) == ("Done", (True, 0.0), None)
+
+
+def test_a_channel_blocks_although_new_sockets_of_the_notebook_have_a_timeout() -> None:
+    socket.setdefaulttimeout(0.05)
+    try:
+        ours, theirs = socket.socketpair()
+    finally:
+        socket.setdefaulttimeout(None)
+    with ours, socket.socket(fileno=theirs.detach()) as other:  # as a rank opens it, which has no such timeout
+        for channel in (Channel(ours), Channel(other)):
+            assert channel.sock.gettimeout() is None and os.get_blocking(channel.fileno())

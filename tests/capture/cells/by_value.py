@@ -190,6 +190,147 @@ out = in_ddp(1, lambda: (type(B) is Registry, A.options, Registry.classes["B"] i
 assert out[:3] == (True, {"speed": 3}, True) and type(out[3]) is B and type(out[4][1]) is C
 
 
+# %% a metaclass of an enumeration that registers it
+import enum
+
+
+class Named(enum.EnumMeta):
+    made = []  # noqa: RUF012
+
+    def __new__(mcls, name, bases, space, **options):
+        cls = super().__new__(mcls, name, bases, space, **options)
+        mcls.made.append(name)
+        return cls
+
+    def __getitem__(cls, name):
+        return super().__getitem__(name.upper())
+
+
+class Access(enum.Flag, metaclass=Named):
+    READ = 1
+    WRITE = 2
+
+
+out = in_ddp(1, lambda: (Access["read"] | Access.WRITE, Named.made, type(Access) is Named))
+assert out == (Access.READ | Access.WRITE, ["Access"], True), out
+
+
+# %% structures and unions of ctypes
+import ctypes
+
+
+class Pixel(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("kind", ctypes.c_uint8), ("value", ctypes.c_int32)]
+
+    def doubled(self):
+        return 2 * self.value
+
+
+class Either(ctypes.Union):
+    _anonymous_ = ("pixel",)
+    _fields_ = [("pixel", Pixel), ("whole", ctypes.c_uint64)]
+
+
+class Link(ctypes.Structure):
+    pass
+
+
+Link._fields_ = [("value", ctypes.c_int), ("next", ctypes.POINTER(Link))]
+pixel = Pixel(1, 5)
+
+
+def fn():
+    first = Link(1)
+    first.next = ctypes.pointer(Link(2))
+    return pixel.doubled(), ctypes.sizeof(Pixel), Either(pixel).kind, first.next.contents.value, Pixel(3, 4)
+
+
+with Session(1) as session:
+    for _ in range(2):  # a class that is there already keeps its fields
+        out = session.run(fn)
+        assert out[:4] == (10, 5, 1, 2) and type(out[4]) is Pixel and out[4].doubled() == 8, out
+    link = Link(1, ctypes.pointer(Link(2)))
+    try:
+        session.run(lambda: link.value)
+    except CaptureError as exc:
+        assert "link" in str(exc) and "pointers" in str(exc), exc
+    else:
+        raise AssertionError("the address is another process's")
+
+
+# %% names by way of the module that a cell runs in
+limit, ways = 3, {"double": 2}
+
+
+def by_name(value):
+    from __main__ import limit as most
+
+    return min(value, most)
+
+
+def by_attribute(value):
+    import __main__
+
+    return __main__.by_name(value) * __main__.ways["double"]
+
+
+assert in_ddp(1, by_attribute, 5) == 6
+
+
+# %% classes derived from threading.local, and what holds one, such as a console of rich
+import threading
+
+from rich.console import Console
+from rich.progress import Progress
+
+
+class Buffers(threading.local):
+    def __init__(self, size, *, fill=0):
+        self.size, self.fill = size, fill
+        self.values = [fill] * size
+
+
+class Counter(threading.local):
+    count = 0
+
+
+class Holder(threading.local):
+    def __init__(self, value):
+        self.kept = value
+
+
+buffers, counter, holder = Buffers(2, fill=7), Counter(), Holder(1)
+buffers.values.append(1)
+counter.count = 4
+
+
+def fn():
+    found = [buffers.values, counter.count, isinstance(buffers, Buffers)]
+    thread = threading.Thread(target=lambda: found.append(buffers.values))
+    thread.start()
+    thread.join()
+    return found
+
+
+def show():
+    with progress:
+        progress.update(progress.add_task("steps", total=2), advance=2)
+    console.print("[bold]shown[/bold]")
+    return progress.finished
+
+
+console, progress = Console(), Progress()
+assert in_ddp(1, fn) == [[7, 7], 0, True, [7, 7]]
+assert in_ddp(1, show) is True
+try:
+    in_ddp(1, lambda: holder.kept)
+except CaptureError as exc:
+    assert "holder cannot be sent" in str(exc), exc
+else:
+    raise AssertionError("its argument is not known")
+
+
 # %% hooks of class definitions
 class Base:
     registry = {}  # noqa: RUF012

@@ -465,6 +465,89 @@ with Session(1) as session:
         del builtins.of_the_cell
     assert session.run(state) == state() == kept[0]
 
+# %% modes of Python, NumPy and torch that only threads, sockets, files and loaders show
+import csv
+import decimal
+import logging
+import multiprocessing
+import os
+import socket
+import threading
+import time
+import warnings
+
+import numpy as np
+import torch
+
+
+def in_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(decimal.getcontext().prec))
+    thread.start()
+    thread.join()
+    return found
+
+
+class Semicolons(csv.excel):
+    delimiter = ";"
+
+
+def state():
+    return (
+        in_thread(),
+        decimal.DefaultContext.traps[decimal.Inexact],
+        {name: next(csv.reader(["a|b;c"], name)) for name in csv.list_dialects()},
+        socket.getdefaulttimeout(),
+        warnings.showwarning is logging._showwarning,
+        np.getbufsize(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.autograd.is_multithreading_enabled(),
+        torch.multiprocessing.get_sharing_strategy(),
+    )
+
+
+def use_sockets():
+    torch.distributed.barrier()
+    with multiprocessing.Manager() as manager:
+        shared = manager.dict(rank=torch.distributed.get_rank())
+        time.sleep(0.1)  # longer than a socket waits
+        return shared["rank"]
+
+
+kept = state()
+with Session(2) as session:
+    assert session.run(state) == kept
+    try:
+        decimal.DefaultContext.prec = 9
+        decimal.DefaultContext.traps[decimal.Inexact] = True
+        csv.register_dialect("pipes", delimiter="|")
+        csv.register_dialect("semicolons", Semicolons)
+        socket.setdefaulttimeout(0.05)
+        logging.captureWarnings(True)
+        np.setbufsize(16_384)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.autograd.set_multithreading_enabled(False)
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        now = state()
+        assert session.run(state) == in_ddp(1, state) == now, (session.run(state), now)
+        assert all(one != other for one, other in zip(now, kept, strict=True)), now
+        assert session.run_all(use_sockets) == [0, 1]
+        with Session(1) as late:  # its channels wait longer than a socket of the notebook
+            assert late.run(os.getpid) == late.run(os.getpid)
+        csv.unregister_dialect("pipes")
+        assert session.run(state) == state()
+    finally:
+        decimal.DefaultContext.prec = 28
+        decimal.DefaultContext.traps[decimal.Inexact] = False
+        csv.unregister_dialect("semicolons")
+        socket.setdefaulttimeout(None)
+        logging.captureWarnings(False)
+        np.setbufsize(kept[5])
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.autograd.set_multithreading_enabled(True)
+        torch.multiprocessing.set_sharing_strategy(kept[8])
+    assert session.run(state) == state() == kept, (session.run(state), kept)
+
 # %% loggers with filters, handlers and levels of the notebook
 import logging
 

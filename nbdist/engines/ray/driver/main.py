@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import socket
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Driver:
         self._requests: asyncio.Queue[tuple[tuple[Any, ...], Parcel | None] | None] = asyncio.Queue()
         self._forwarding: Forwarding | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._folders: list[str] = []  # the notebook's, for temporary files
 
     async def serve(self) -> None:
         """Answer requests until the kernel closes the connection, or its process ends."""
@@ -51,6 +53,12 @@ class Driver:
         while (request := await self._requests.get()) is not None:
             await self._carry_out(*request)
 
+    def remove_folders(self) -> None:
+        """Remove the notebook's temporary files, once it has ended: if it was killed, nothing else does."""
+        if self._folders and self._kernel >= 0 and readable(self._kernel, 1.0):
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
     async def _carry_out(self, message: tuple[Any, ...], parcel: Parcel | None) -> None:
         kind, number, *arguments = message
         forwarding = self._forwarding
@@ -58,6 +66,8 @@ class Driver:
             forwarding.deliver(arguments[0], parcel)
         elif kind == "read" and forwarding is not None:
             forwarding.read(*arguments)
+        elif kind == "folder":
+            self._folders += arguments
         elif kind == "start":
             try:
                 nodes = await self._start(*arguments)
@@ -136,7 +146,9 @@ def main(fd: str, kernel: str) -> None:
         control.send(("refused", str(exc)))
         return
     control.send(("ready", [link.count for link in cluster.links]))
+    driver = Driver(control, int(kernel), cluster)
     try:
-        asyncio.run(Driver(control, int(kernel), cluster).serve())
+        asyncio.run(driver.serve())
     finally:
+        driver.remove_folders()
         cluster.close()

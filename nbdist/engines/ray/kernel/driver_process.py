@@ -25,6 +25,7 @@ from ....system.interrupts import deferred_interrupts
 from ....system.processes import open_standard_descriptors, own_pidfd, redirect_to_devnull, register_after_fork
 from ....wire.channel import Channel
 from ....wire.parcel import Parcel
+from ...forkserver import watched_by
 from ..launch.starting import environment
 from ..options import RayOptions
 
@@ -87,6 +88,7 @@ class DriverProcess:
             self.world_size = sum(self.counts)
             self.whole = self.world_size == world_size
             """True if there is room for the number of ranks that was asked for."""
+            watched_by(self)
         except BaseException:
             self.stop(at_once=True)
             raise
@@ -100,6 +102,12 @@ class DriverProcess:
         """Forget the resources in a child of this process: they belong to the parent."""
         self._not_ours = True
         redirect_to_devnull(self._control.fileno())
+
+    def watch_folder(self, folder: str) -> None:
+        """Have the process remove a folder if the kernel is killed."""
+        if not self._not_ours:
+            with contextlib.suppress(OSError):  # it has just ended: the next one gets it
+                self.send("folder", 0, folder)
 
     def subscribe(self, receiver: Callable[[str, Any, Parcel | None], None] | None) -> None:
         """Pass all events of the nodes to `receiver`, in another thread: kind, content, parcel."""

@@ -290,7 +290,9 @@ class RayRanks:
         return {rank: found.get(rank, "") for rank in ranks}
 
     def starting(self) -> str:
-        return ""
+        if all(self.pids[rank] is not None for rank in self._inbox.alive):
+            return ""
+        return next(filter(None, self.driver.ask_all("starting")), "")
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         nodes = self.driver.ask_all("memory", list(ranks))

@@ -300,6 +300,7 @@ class Agent:
             "log": self._questions.log,
             "cut": self._cut_output,
             "connections": self._ranks.connections,
+            "starting": self._ranks.starting,
             "received": lambda: self.stored.received,
             "warm": self._engine.warm,
             "preemption": self._ranks.notify_of_preemption,
