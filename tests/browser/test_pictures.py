@@ -26,6 +26,7 @@ SHOWN = {
     "failure": "ZeroDivisionError",
     "tabs": "rank 1",
     "status": "epoch 3: loss 0.127",
+    "collectives": "is the first that differs",
     "profile": "communication",
     "training": "auc",
     "plan": "row_wise",
@@ -58,6 +59,7 @@ def take(page: Any, cell: Any, name: str) -> None:
         page.emulate_media(color_scheme=scheme)
         is_light = str(scheme == "light").lower()
         page.wait_for_selector(f'body[data-jp-theme-light="{is_light}"]', state="attached")
+        page.wait_for_selector("#jupyterlab-splash", state="detached")  # it covers the page while colors change
         cell.screenshot(path=f"{FOLDER}/{name}-{scheme}.png")
 
 

@@ -53,6 +53,35 @@ def train(seconds):
 future = session.submit(train, 60)
 session.status()
 
+# %% before collectives
+import time
+
+import torch
+import torch.distributed as dist
+
+from nbdist import Session
+
+session = Session(2, devices="cpu")
+
+
+def train():
+    for step in range(12):
+        time.sleep(0.03 if dist.get_rank() == step % 2 else 0.06)
+        dist.all_reduce(torch.ones(200_000))
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(1), src=0)
+    dist.all_reduce(torch.ones(1))
+
+
+session.run(dist.get_rank)
+future = session.submit(train)
+while min(map(len, session.collectives().by_rank.values()), default=0) < 13:
+    time.sleep(0.1)
+time.sleep(0.2)
+
+# %% collectives
+session.collectives()
+
 # %% before profile
 import time
 
