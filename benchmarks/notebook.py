@@ -42,6 +42,8 @@ class Kernel:
     def __init__(self, version: Path = ROOT) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="nbdist-bench-", ignore_cleanup_errors=True)
         self.mark = uuid.uuid4().hex
+        self.shown = ""
+        """The text that all cells have shown."""
         self.manager = KernelManager()
         self.manager.kernel_spec.argv = [  # not an installed kernelspec: the interpreter that runs this
             *(sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
@@ -76,11 +78,14 @@ class Kernel:
 
     def _execute(self, code: str, limit: float, expressions: dict[str, str]) -> dict[str, Any]:
         reply = self.client.execute_interactive(
-            code, user_expressions=expressions, allow_stdin=False, timeout=limit, output_hook=lambda message: None
+            code, user_expressions=expressions, allow_stdin=False, timeout=limit, output_hook=self._keep
         )["content"]
         if reply["status"] != "ok":
             raise CellError(reply.get("ename", "the cell was aborted"), reply.get("evalue", ""))
         return dict(reply)
+
+    def _keep(self, message: dict[str, Any]) -> None:
+        self.shown += message["content"].get("text", "")
 
     def processes(self) -> list[psutil.Process]:
         """The kernel and all that it started, wherever that is in the process tree."""

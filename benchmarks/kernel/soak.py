@@ -31,20 +31,23 @@ def some(count):
         soak.step()
     return soak.held()
 """
+#: The beginning of the notice of a call that hangs: none of these does.
+VERDICT = "this call hangs"
 TITLES = ("descriptors", "threads", "ranks", "memory, MB", "server's descriptors", "server's memory, MB")
 
 
-def measure(steps: int, seed: int) -> tuple[list[list[float]], dict[str, int]]:
-    """Resources held before, and after each interval; how often each thing was done."""
+def measure(steps: int, seed: int) -> tuple[list[list[float]], dict[str, int], int]:
+    """Resources held before, and after each interval; how often each thing was done; and verdicts of a hang."""
     with contextlib.closing(Kernel()) as kernel:
         kernel.run(PREPARE.format(seed=seed))
         held = [kernel.value(f"some({INTERVAL})", LIMIT)]
         for done in range(INTERVAL, steps, INTERVAL):
             held.append(kernel.value(f"some({INTERVAL})", LIMIT))
-            print(done + INTERVAL, json.dumps(dict(zip(TITLES, held[-1], strict=True))), flush=True)
+            about = dict(zip(TITLES, held[-1], strict=True)) | {"verdicts of a hang": kernel.shown.count(VERDICT)}
+            print(done + INTERVAL, json.dumps(about), flush=True)
         done = kernel.value("soak.done")
         kernel.run("soak.close()")
-    return held, done
+        return held, done, kernel.shown.count(VERDICT)
 
 
 def draw(held: list[list[float]], path: Path) -> None:
@@ -64,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    held, done = measure(options.steps, options.seed)
+    held, done, verdicts = measure(options.steps, options.seed)
     columns = list(zip(*held, strict=True))
     tenth = max(len(held) // 10, 1)
     lines = [
@@ -82,6 +85,8 @@ def main() -> None:
         "![over the calls](soak.png)",
         "",
         "Done: " + ", ".join(f"{name} {count:,}" for name, count in done.items()) + ".",
+        "",
+        f"Verdicts of a hang, each of which would be a false alarm: {verdicts}.",
         "",
         *conditions(),
     ]

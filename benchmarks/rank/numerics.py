@@ -97,19 +97,19 @@ def main() -> None:
     lines = [
         "# What the checks of numbers cost",
         "",
-        f"CPU time of a step on rank 0, over all threads: a click model of the size in notebook 05, 2 CPU ranks, "
-        f"{BATCH:,} rows in a batch of each rank; medians of {options.rounds} runs of {options.steps} steps, in turn. "
-        f"The cost is the median of the ratios to the neighboring run without a check, minus 1. The check `nan` may "
-        f"cost {TARGET:.0%}.",
+        f"CPU time of a step on rank 0, with all its threads: a click model of notebook 05's size, 2 CPU ranks, "
+        f"{BATCH:,} rows a batch on each; medians of {options.rounds} runs of {options.steps} steps, in turn. The part "
+        f"is the median of the ratios to the run without a check beside it, with their quartiles; that of `nan` may be "
+        f"{TARGET:.0%}.",
         "",
-        "| loop | check | CPU ms a step | cost |",
-        "|---|---|--:|--:|",
+        "| loop | check | CPU ms a step | part | quartiles |",
+        "|---|---|--:|--:|--:|",
     ]
     for (loop, name), took in found.items():
-        part = statistics.median(a / b for a, b in zip(took, found[loop, "none"], strict=True)) - 1
-        lines.append(
-            f"| {loop} | {name} | {statistics.median(took):.3f} | {'' if name == 'none' else f'{part:+.1%}'} |"
-        )
+        parts = [a / b - 1 for a, b in zip(took, found[loop, "none"], strict=True)]
+        low, middle, high = statistics.quantiles(parts, n=4)
+        part = " | " if name == "none" else f"{middle:+.1%} | {low:+.1%} to {high:+.1%}"
+        lines.append(f"| {loop} | {name} | {statistics.median(took):.3f} | {part} |")
     save("numerics", [*lines, "", *conditions(("torch",))], keep=not options.print)
 
 

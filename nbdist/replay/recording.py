@@ -11,6 +11,7 @@ from torch import nn
 
 from ..checks import check_path, shown
 from ..errors import entry_class
+from .loader_state import loader_state, set_loader_state
 from .log import StepLog
 from .random_states import random_state, set_random_state
 
@@ -22,7 +23,7 @@ class Recording:
     """The recording of a training loop on CPU ranks, so that `replay_step` can run any of its steps again.
 
     A step is one pass through the body of the loop over `steps(loader)`. A snapshot holds the states of `objects`, the
-    gradients, and the states of the random generators. The first snapshots are 25 steps apart; in a longer training,
+    gradients, the states of the random generators, and the generators and counters of the loader. The first snapshots are 25 steps apart; in a longer training,
     the distance grows, so that there are at most 20. On each rank, a snapshot takes as many bytes as the model and the
     optimizer. Each step also costs some microseconds and four bytes, for a mark of its result.
 
@@ -68,6 +69,7 @@ class Recording:
         self._modules = [one for one in objects if isinstance(one, nn.Module)]
         self._log = StepLog(folder)
         self._step = self._pass = 0
+        self._in_step = False
         self._start = None if self._log.target is None else self._log.read()
 
     def steps(self, loader: Iterable[T]) -> Iterator[T]:
@@ -79,13 +81,15 @@ class Recording:
             loader: The batches of an epoch, such as a `DataLoader`.
         """
         log, start, number = self._log, self._start, 0
+        self._end_step()  # of a loop that ended in `break`
         self._pass += 1
-        begun = random_state()
+        begun = random_state(), loader_state(loader)
         if start is not None:
             if self._pass < start["pass"]:
                 return
             begun = start["begun"]
-            set_random_state(begun)
+            set_random_state(begun[0])
+            set_loader_state(loader, begun[1])
         batches = iter(loader)
         if start is not None:
             for _ in range(start["number"]):
@@ -99,10 +103,17 @@ class Recording:
             except StopIteration:
                 return
             log.begin(self._step + 1)
+            self._in_step = True
             yield batch
-            self._step += 1
             number += 1
-            log.done(self._step, self._modules)
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Note the result of the step that was begun last, if that is not done yet."""
+        if self._in_step:
+            self._in_step = False
+            self._step += 1
+            self._log.done(self._step, self._modules)
 
     def _state(self, number: int, begun: Any) -> dict[str, Any]:
         """Return everything that the next step depends on, after `number` batches of the loader."""

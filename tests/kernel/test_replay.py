@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import NbdistError, Recording, Session, in_ddp, replay_step
+from nbdist.recsys.loader import MemoryLoader
 from nbdist.replay import log
 
 pytestmark = pytest.mark.slow
@@ -59,6 +60,38 @@ def test_steps_are_equal_bit_for_bit(steps: int, session: Session, tmp_path: Pat
     after = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:], "the notebook's own are as before"
     assert not dist.is_initialized()
+
+
+def own_order(folder: Path, sink: dict[int, Any], kind: str) -> dict[int, Any]:
+    """A loop of two steps an epoch, whose order depends on the loader alone; one kind leaves each epoch early."""
+    rows, generator = torch.arange(64.0).view(32, 2), torch.Generator().manual_seed(1)
+    loader: Any = (
+        torch.utils.data.DataLoader([*rows], batch_size=4, shuffle=True, generator=generator)
+        if kind == "generator"
+        else MemoryLoader({"x": rows[:8]}, 4, shuffle=True, seed=1, transform=lambda batch: batch["x"])
+    )
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    recording, step = Recording(folder, model, optimizer), 0
+    for _ in range(14):
+        for number, batch in enumerate(recording.steps(loader)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            step = recording._step + 1
+            sink[step] = batch
+            if number == 1 and kind == "generator":
+                break
+    return sink
+
+
+@pytest.mark.parametrize("kind", ["generator", "memory"])
+def test_loaders_with_an_order_of_their_own_and_epochs_that_end_in_break(kind: str, tmp_path: Path) -> None:
+    recorded = in_ddp.options(devices="cpu")(1, own_order, tmp_path / "run", {}, kind)
+    assert list(recorded) == list(range(1, 29))
+    sink: dict[int, Any] = {}
+    assert replay_step(tmp_path / "run", own_order, tmp_path / "run", sink, kind, step=26).same
+    assert list(sink) == [26] and torch.equal(sink[26], recorded[26])
 
 
 def test_another_code_is_told_of(session: Session, tmp_path: Path) -> None:
