@@ -23,9 +23,10 @@ class Recording:
     """The recording of a training loop on CPU ranks, so that `replay_step` can run any of its steps again.
 
     A step is one pass through the body of the loop over `steps(loader)`. A snapshot holds the states of `objects`, the
-    gradients, the states of the random generators, and the generators and counters of the loader. The first snapshots are 25 steps apart; in a longer training,
-    the distance grows, so that there are at most 20. On each rank, a snapshot takes as many bytes as the model and the
-    optimizer. Each step also costs some microseconds and four bytes, for a mark of its result.
+    gradients, the states of the random generators, and the generators and counters of the loader. The first snapshots
+    are 25 steps apart; in a longer training, the distance grows, so that there are at most 20. On each rank, a snapshot
+    takes as many bytes as the model and the optimizer. Each step also costs some microseconds and four bytes, for a
+    mark of its result.
 
     Args:
         folder: A folder that all ranks can reach, and that holds no recording. It is made if it does not exist.

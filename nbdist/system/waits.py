@@ -9,6 +9,7 @@ import contextlib
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ _CALLS: dict[str, dict[int, str]] = {
     },
     "aarch64": {22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 98: "futex"},
 }  # fmt: skip
+#: Looks at a process whose threads may be at rest, and seconds from one to the next.
+_LOOKS, _BETWEEN_LOOKS = 6, 0.02
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _LOCK = re.compile(r"^(\d+):( +->)? \w+ +\w+ +\w+ +(\d+) ")
 #: The access mode of an open file in `/proc/PID/fdinfo`, in octal.
@@ -52,6 +55,23 @@ def threads(pid: int) -> dict[int, str]:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             found[int(thread)] = file.read().rpartition(b")")[2].split()[0].decode()
     return found
+
+
+def at_rest(pid: int) -> bool:
+    """Return whether no thread of a process runs or waits for a disk.
+
+    A thread that wakes often for a moment, as gloo's do, is at rest: on a busy machine it waits for a core each time,
+    and looks as if it ran. One that runs is found running each time.
+    """
+    running: set[int] | None = None
+    for number in range(_LOOKS):
+        if number:
+            time.sleep(_BETWEEN_LOOKS)
+        now = {thread for thread, state in threads(pid).items() if state not in "SI"}
+        running = now if running is None else running & now
+        if not running:
+            return True
+    return False
 
 
 def children(pid: int) -> list[int]:

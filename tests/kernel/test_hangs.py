@@ -24,8 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from nbdist import NbdistError, RankStuck, Session
 from nbdist.kernel.calls import hangs
-from nbdist.kernel.calls.verdicts import Verdict, verdict
+from nbdist.kernel.calls.verdicts import Standing, Verdict, verdict
+from nbdist.kernel.session import executor_of
 from nbdist.system import waits
+from nbdist.wire.recording import Collective
 
 HERE = Path(__file__).name
 RANKS, OPTIONS = 3, {"devices": "cpu", "on_hang": "raise"}
@@ -471,3 +473,30 @@ with Session(2, on_hang="raise") as session:
 def test_input_in_the_background_is_an_error(session: Session) -> None:
     with pytest.raises(NbdistError, match="a call in the background has no cell that can ask"):
         session.submit(lambda: input("name?") if dist.get_rank() == 0 else dist.barrier()).result()
+
+
+def test_a_thread_that_wakes_for_a_moment_is_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a thread that polls is found waiting for a core; three verdicts of 60 came late by that."""
+    barrier = Collective(1, "barrier", "0", [0, 1], 1, -1, "", -1, "x.py", 1, 0.0, None, True, True, False)
+    own = Standing(0, "returned", begun=[barrier])
+    frames = [hangs.Frame("x.py", "1", "train")]
+    for states, expected in (
+        ([{1: "S", 2: "R"}, {1: "S", 2: "S"}], "collective"),
+        ([{1: "S", 2: "R"}, {1: "R", 2: "S"}], "collective"),
+        ([{1: "S", 2: "R"}] * 20, "runs"),
+        ([{1: "D", 2: "S"}] * 20, "runs"),
+    ):
+        looks = iter(states)
+        monkeypatch.setattr(waits, "threads", lambda _, looks=looks: next(looks))
+        assert hangs._state(-1, frames, own, [])[0] == expected, states
+
+
+def test_a_rank_that_is_found_running_but_uses_no_time_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(1, devices="cpu") as session:
+        session.run(int)
+        watched = hangs.Hangs(executor_of(session).group, [0])
+        found = []
+        for state in "SRSD":
+            monkeypatch.setattr(waits, "use", lambda _, state=state: waits.Use(1.0, state))
+            found.append(watched._idle([0], 2.0))
+        assert found == [False, True, True, False]

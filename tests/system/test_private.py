@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from users import OTHER, as_another_user, needs_root
 
 from nbdist.system import private
 
@@ -31,11 +32,11 @@ def test_a_link_is_no_private_folder(tmp_path: Path) -> None:
         private.make_private(str(tmp_path / "link"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@needs_root
 def test_another_users_folder(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "other", 0o700)
-    os.chown(tmp_path / "other", 12345, 12345)
-    with pytest.raises(PermissionError, match="must belong to user 0, got user 12345"):
+    os.chown(tmp_path / "other", OTHER, OTHER)
+    with pytest.raises(PermissionError, match=f"must belong to user 0, got user {OTHER}"):
         private.check_private(str(tmp_path / "other"))
 
 
@@ -65,27 +66,12 @@ def test_the_user_of_the_other_end_is_checked(monkeypatch: pytest.MonkeyPatch) -
             private.check_peer(one)
 
 
-def as_another_user(path: str) -> str:
-    """Connect to a socket as another user, in a process of its own; the name of the exception, if one is raised."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgroups([])
-            os.setgid(12345)
-            os.setuid(12345)
-            socket.socket(socket.AF_UNIX).connect(path)
-        except BaseException as exc:
-            os.write(write, type(exc).__name__.encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    os.waitpid(pid, 0)
-    with open(read) as file:
-        return file.read()
+def connected(path: str) -> str:
+    """Connect to a socket as another user; the name of the exception, if one is raised."""
+    return as_another_user(lambda: socket.socket(socket.AF_UNIX).connect(path))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@needs_root
 def test_another_user_does_not_get_in() -> None:
     """Neither through the folder nor, where that is open, through the socket; and not where both are open."""
     with tempfile.TemporaryDirectory() as base:
@@ -93,11 +79,11 @@ def test_another_user_does_not_get_in() -> None:
         folder, path = os.path.join(base, "own"), os.path.join(base, "own", "socket")
         os.mkdir(folder, 0o700)
         with contextlib.closing(private.listen(path)) as listening:
-            assert as_another_user(path) == "PermissionError"
+            assert connected(path) == "PermissionError"
             os.chmod(folder, 0o777)
-            assert as_another_user(path) == "PermissionError", "the socket has a mode of its own"
+            assert connected(path) == "PermissionError", "the socket has a mode of its own"
             os.chmod(path, 0o777)
-            assert as_another_user(path) == ""
+            assert connected(path) == "None"
             connection, _ = listening.accept()
-            with contextlib.closing(connection), pytest.raises(PermissionError, match="got user 12345"):
+            with contextlib.closing(connection), pytest.raises(PermissionError, match=f"got user {OTHER}"):
                 private.check_peer(connection)

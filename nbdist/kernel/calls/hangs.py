@@ -113,7 +113,8 @@ class Hangs:
                 idle = False
                 continue
             self._used[rank] = use.seconds
-            idle = idle and use.state not in "RD" and use.seconds - before[rank] <= 0.02 + _IDLE * seconds
+            # A main thread that wakes for a moment may be found running, so that its state says less than its CPU time.
+            idle = idle and use.state != "D" and use.seconds - before[rank] <= 0.02 + _IDLE * seconds
         return idle
 
     def _ask(self, pending: Collection[int], now: float) -> _Evidence:
@@ -150,7 +151,7 @@ class Hangs:
 def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]) -> tuple[str, str]:
     """Return the state of a rank, as a word of `Standing`, and its description. If nothing is known, the word is
     "runs"."""
-    if not set(waits.threads(pid).values()) <= {"S", "I"} or not frames:
+    if not frames or not waits.at_rest(pid):
         return "runs", ""
     main = [one for one in own.stands_in if one.main_thread]
     if main:
