@@ -1,4 +1,4 @@
-"""What another user of the machine can do, where root may become one."""
+"""Actions as another user of the machine, which root can become."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.machine import conditions, save
 from nbdist import Session
+from nbdist.numerics.call import checked
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit
@@ -51,65 +52,89 @@ def table(rows: int) -> dict[str, torch.Tensor]:
     return {**ids, "genres": torch.randint(19, (rows, 3)), "label": torch.rand(rows) > 0.5}
 
 
-def by_fit(steps: int) -> float:
-    """Milliseconds of CPU time of a step of `fit`, on rank 0."""
+def by_fit(steps: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU time of a step of `fit`, on rank 0, by the check."""
     model = replicate(Click(), lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
     rows = MemoryLoader(table(90_000), BATCH, shuffle=True, seed=1)
-    begin = time.process_time()
-    fit(model, lambda model, batch: (model(batch), batch["label"]), rows, steps=steps, progress=False)
-    return 1000 * (time.process_time() - begin) / steps
+
+    def block(check: str) -> float:
+        with checked([check] if check else []):
+            begin = time.process_time()
+            fit(model, predict, rows, steps=steps, progress=False)
+            return time.process_time() - begin
+
+    return in_turn(block, steps, rounds)
 
 
-def by_hand(steps: int) -> float:
-    """Milliseconds of CPU time of a step of a plain loop under DistributedDataParallel, on rank 0."""
+def predict(model: Any, batch: Any) -> Any:
+    return model(batch), batch["label"]
+
+
+def by_hand(steps: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU time of a step of a plain loop under DistributedDataParallel, on rank 0, by the check."""
     model = nn.parallel.DistributedDataParallel(Click())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     batch = table(BATCH)
-    begin = time.process_time()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"].float())
-        loss.backward()
-        optimizer.step()
-    return 1000 * (time.process_time() - begin) / steps
+
+    def some(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"].float())
+            loss.backward()
+            optimizer.step()
+
+    def block(check: str) -> float:
+        with checked([check] if check else []):
+            some(5)  # in which a check comes to know the models
+            begin = time.process_time()
+            some(steps)
+            return time.process_time() - begin
+
+    return in_turn(block, steps, rounds)
 
 
-LOOPS: dict[str, Callable[[int], float]] = {"`fit`": by_fit, "a plain loop under DDP": by_hand}
-CHECKS: dict[str, Any] = {"none": None, "nan": "nan", "ranks": "ranks"}
+def in_turn(block: Callable[[str], float], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Run blocks of steps with each check in turn, in one process, since two of them may differ by more than a check
+    costs."""
+    found: dict[str, list[float]] = {check: [] for check in CHECKS}
+    for number in range(rounds + 1):
+        first = number % len(CHECKS)
+        for check in [*CHECKS[first:], *CHECKS[:first]]:
+            took = block(check)
+            if number:  # the first is slower
+                found[check].append(1000 * took / steps)
+    return found
+
+
+LOOPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {"`fit`": by_fit, "a plain loop under DDP": by_hand}
+CHECKS = ("", "nan", "ranks:10")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=9, help="runs of each, in turn")
+    parser.add_argument("--steps", type=int, default=50, help="of a block")
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of each check, in turn")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    found: dict[tuple[str, str], list[float]] = {}
-    sessions = {name: Session(2, devices="cpu", check=check) for name, check in CHECKS.items()}
-    for number in range(options.rounds + 1):
-        for loop, fn in LOOPS.items():
-            for name, session in sessions.items():
-                took = session.run(fn, options.steps)
-                if number:  # the first is slower
-                    found.setdefault((loop, name), []).append(took)
-    for session in sessions.values():
-        session.close()
+    with Session(2, devices="cpu", output="none") as session:
+        results = {loop: session.run(fn, options.steps, options.rounds) for loop, fn in LOOPS.items()}
     lines = [
         "# What the checks of numbers cost",
         "",
-        f"CPU time of a step on rank 0, with all its threads: a click model of notebook 05's size, 2 CPU ranks, "
-        f"{BATCH:,} rows a batch on each; medians of {options.rounds} runs of {options.steps} steps, in turn. The part "
-        f"is the median of the ratios to the run without a check beside it, with their quartiles; that of `nan` may be "
-        f"{TARGET:.0%}.",
+        f"CPU time of a step on rank 0, over all threads: a click model of the size in notebook 05, 2 CPU ranks, "
+        f"{BATCH:,} rows in a batch of each rank; medians of {options.rounds} blocks of {options.steps} steps, in turn "
+        f"in one process. The cost is the median of the ratios to the block without a check in the same round, minus 1, "
+        f"with its quartiles. The check `nan` may cost {TARGET:.0%}.",
         "",
-        "| loop | check | CPU ms a step | part | quartiles |",
+        "| loop | check | CPU ms a step | cost | quartiles |",
         "|---|---|--:|--:|--:|",
     ]
-    for (loop, name), took in found.items():
-        parts = [a / b - 1 for a, b in zip(took, found[loop, "none"], strict=True)]
-        low, middle, high = statistics.quantiles(parts, n=4)
-        part = " | " if name == "none" else f"{middle:+.1%} | {low:+.1%} to {high:+.1%}"
-        lines.append(f"| {loop} | {name} | {statistics.median(took):.3f} | {part} |")
+    for loop, by_check in results.items():
+        for check, took in by_check.items():
+            costs = [a / b - 1 for a, b in zip(took, by_check[""], strict=True)]
+            low, middle, high = statistics.quantiles(costs, n=4)
+            cost = f"{middle:+.1%} | {low:+.1%} to {high:+.1%}" if check else " | "
+            lines.append(f"| {loop} | {check or 'none'} | {statistics.median(took):.3f} | {cost} |")
     save("numerics", [*lines, "", *conditions(("torch",))], keep=not options.print)
 
 

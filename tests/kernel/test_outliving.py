@@ -6,8 +6,10 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import Any
 import psutil
 import pytest
 from conftest import living, poll
+from users import as_another_user, needs_root
 
 from nbdist import Session, attach
+from nbdist.wire.channel import Channel
 from nbdist.wire.session_folder import SessionFolder, names
 
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -76,7 +80,7 @@ def test_a_program_that_is_killed_at_any_moment(capsys: pytest.CaptureFixture[st
         again = attach("killed")
         value = again.result()
         assert value[0] == seed and value[1].tolist() == list(range(60))
-        assert poll(again.idle)
+        assert poll(again.is_idle)
         shown = capsys.readouterr().out
         again.replay()
         lines = [f"line {seed} {line}" for line in range(60)]
@@ -124,3 +128,40 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert "output is missing here: the disk was full" in capsys.readouterr().err
         assert session.run(int) == 0
         assert session.run(train, 10).tolist() == list(range(1 << 20)), "and so it goes on"
+
+
+@pytest.mark.slow
+@needs_root
+def test_another_user_gets_neither_output_nor_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the folder; and where that and all in it are open to everyone, not from the keeper."""
+
+    def ask(path: str) -> Any:
+        with socket.socket(socket.AF_UNIX) as ours:
+            ours.connect(path)
+            channel = Channel(ours)
+            channel.send(("ask", "state"))
+            return channel.receive()
+
+    with tempfile.TemporaryDirectory() as base:
+        os.chmod(base, 0o755)
+        monkeypatch.setenv("XDG_STATE_HOME", base)
+        with Session(1, name="mine", devices="cpu") as session:
+            session.run(print, "a secret")
+            folder = SessionFolder("mine")
+            files = [os.path.join(folder.path, name) for name in os.listdir(folder.path)]
+            assert folder.socket in files and any("journal" in one for one in files)
+            for one in files:
+                assert as_another_user(lambda one=one: os.stat(one)) == "PermissionError"
+            assert as_another_user(lambda: os.listdir(folder.path)) == "PermissionError"
+            for one in (os.path.join(base, "nbdist"), os.path.dirname(folder.path), folder.path):
+                os.chmod(one, 0o777)
+            for one in files:
+                assert as_another_user(Path(one).read_bytes) == "PermissionError", one
+            assert as_another_user(lambda: ask(folder.socket)) == "PermissionError"
+            os.chmod(folder.socket, 0o777)
+            assert as_another_user(lambda: ask(folder.socket)) in (
+                "EOFError",
+                "ConnectionResetError",
+                "BrokenPipeError",
+            )
+            assert session.run(int) == 0, "the keeper goes on"
