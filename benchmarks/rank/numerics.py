@@ -123,8 +123,8 @@ def main() -> None:
         "",
         f"CPU time of a step on rank 0, over all threads: a click model of the size in notebook 05, 2 CPU ranks, "
         f"{BATCH:,} rows in a batch of each rank; medians of {options.rounds} blocks of {options.steps} steps, in turn "
-        f"in one process. The cost is the median of the ratios to the block without a check in the same round, minus 1, "
-        f"with its quartiles. The check `nan` may cost {TARGET:.0%}.",
+        f"in one process. The cost is the median of the ratios to the block without a check in the same round, minus "
+        f"1, with its quartiles. The check `nan` may cost {TARGET:.0%}.",
         "",
         "| loop | check | CPU ms a step | cost | quartiles |",
         "|---|---|--:|--:|--:|",
