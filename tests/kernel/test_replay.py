@@ -116,6 +116,11 @@ def test_a_loop_that_ends_early_is_told_of(session: Session, tmp_path: Path) -> 
         replay_step(tmp_path / "run", train, tmp_path / "run", {}, 1, step=12)
 
 
+def on_gpu(folder: Path) -> None:
+    vars(log)["rank_device"] = lambda: torch.device("cuda", 0)
+    Recording(folder, nn.Linear(1, 1))
+
+
 def test_what_cannot_be_replayed_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(FileNotFoundError, match="has no recording: record a training"):
@@ -131,6 +136,8 @@ def test_what_cannot_be_replayed_is_refused_before_a_process_starts(tmp_path: Pa
             replay_step(folder, train, folder, {}, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the folder of a recording must not hold one already"):
         in_ddp.options(devices="cpu")(1, train, folder, {}, 1)
+    with pytest.raises(ValueError, match="must be made by CPU ranks, got a rank on cuda:0"):
+        in_ddp.options(devices="cpu")(1, on_gpu, tmp_path / "other")
     with pytest.raises(TypeError, match="objects with state_dict"):
         Recording(folder, nn.Linear(1, 1), 3)
     with pytest.raises(RuntimeError, match="a recording is made by ranks"):
