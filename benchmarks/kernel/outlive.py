@@ -168,7 +168,7 @@ def disturbed(session: Session, seed: int, keeper: psutil.Process) -> Disturbed:
         if "page closed" in kind:
             page.stop_channels()
         if "kernel killed" in kind:
-            kernel.shutdown_kernel(now=True)
+            os.kill(kernel.provisioner.pid, signal.SIGKILL)  # shutdown_kernel would interrupt the call before
         time.sleep(chance.random() / 10)
         if stops:
             keeper.send_signal(signal.SIGCONT)
@@ -176,6 +176,8 @@ def disturbed(session: Session, seed: int, keeper: psutil.Process) -> Disturbed:
     finally:
         page.stop_channels()
         kernel.shutdown_kernel(now=True)
+    if done.returncode:
+        raise RuntimeError(f"seed {seed}, {kind}: {done.stderr}")
     took, seed_found, total = done.stderr.split()[-3:]
     shown, _, replayed = done.stdout.partition("replayed\n")
     lines = [f"line {seed} {line}" for line in range(LINES)]
@@ -193,6 +195,7 @@ def calls_begun(session: Session) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="notebooks that are lost; 0: none")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first one")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no more are lost")
     parser.add_argument("--turns", type=int, default=5, help="of each comparison; 0: none")
     parser.add_argument("--batches", type=int, default=300, help="of a training that prints")
@@ -203,7 +206,7 @@ def main() -> None:
         if options.turns:
             lines += comparison(options.turns, options.batches)
         if options.kills:
-            lines += disturbances(options.kills, options.minutes)
+            lines += disturbances(options.first, options.kills, options.minutes)
     save("outlive", lines + conditions(("torch",)))
 
 
@@ -219,7 +222,7 @@ def comparison(turns: int, batches: int) -> list[str]:
     ]
 
 
-def disturbances(kills: int, minutes: float) -> list[str]:
+def disturbances(first: int, kills: int, minutes: float) -> list[str]:
     """Return the part of the page about notebooks that are lost."""
     session = Session(2, name="killed")
     session.run(noop)
@@ -228,15 +231,15 @@ def disturbances(kills: int, minutes: float) -> list[str]:
     results: list[Disturbed] = []
     deadline = time.monotonic() + 60 * minutes
     while len(results) < kills and time.monotonic() < deadline:
-        results.append(disturbed(session, len(results), keeper))
+        results.append(disturbed(session, first + len(results), keeper))
         print(len(results), results[-1], flush=True)
     attach("killed").close()
     left, left_names = psutil.wait_procs(family, timeout=60)[1], names()
     took = sorted(one.attached for one in results)
     return [
-        f"{len(results)} notebooks lost at a random moment of a call of {LINES} lines (seeds 0 to {len(results) - 1}). "
-        f"Right: the value is the undisturbed one, and no line is lost or doubled, both in what `attach` shows and in "
-        f"`replay`.",
+        f"{len(results)} notebooks lost at a random moment of a call of {LINES} lines (seeds {first} to "
+        f"{first + len(results) - 1}). Right: the value is the undisturbed one, and no line is lost or doubled, both "
+        f"in what `attach` shows and in `replay`.",
         "",
         "| | runs | right |",
         "|---|---|---|",
