@@ -8,6 +8,7 @@ import importlib.util
 import linecache
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +28,20 @@ def kernel_shell() -> Any:
     found = shell()
     # What the shell of a rank has for a kernel has no session.
     return found if getattr(getattr(found, "kernel", None), "session", None) is not None else None
+
+
+def is_asked_to_end(seconds: float) -> bool:
+    """Return whether this process is a kernel that a front end asks to end, within a number of seconds.
+
+    Jupyter interrupts a kernel that it restarts or shuts down, and sends the request right after the interrupt.
+    """
+    found = kernel_shell()
+    deadline = time.monotonic() + seconds
+    while found is not None and not getattr(found, "exit_now", False):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return found is not None
 
 
 def forget_shown_traceback() -> None:

@@ -559,12 +559,19 @@ def test_the_command_line(kept: Session, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_a_notebook_that_is_killed(kernel: Kernel, tmp_path: Path) -> None:
-    """Its class is read by another kernel in which no cell has defined it; bars, plots and tables are replayed."""
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_notebook_that_is_killed_or_restarted(restarts: bool, kernel: Kernel, tmp_path: Path) -> None:
+    """Jupyter interrupts a kernel before it restarts it: the call goes on all the same.
+
+    Its class is read by another kernel in which no cell has defined it; bars, plots and tables are replayed.
+    """
     kernel.ok(CELLS["training"])
     message = kernel.start(CELLS["the call"])
     shown = kernel.finish(message, until=lambda result: "step 3" in result.text)
-    os.kill(kernel.pid, signal.SIGKILL)
+    if restarts:
+        kernel.manager.restart_kernel(now=False)
+    else:
+        os.kill(kernel.pid, signal.SIGKILL)
     second = Kernel(tmp_path)
     try:
         attached = second.ok("import nbdist\nsession = nbdist.attach('notebook')\nvalue = session.result()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from ...engines.origin import here
 from ...errors import NbdistError
+from ...notebook.shell import is_asked_to_end
 from ...system.interrupts import deferred_interrupts
 from ...wire.journal import Reader, Record
 from ...wire.parcel import Parcel
@@ -26,6 +28,9 @@ from .connection import Connection, ended
 from .outcomes import Originals, error_of, value_of
 from .replaying import Relays, Replayer, follow
 from .spec import Action, Spec
+
+#: Seconds after an interrupt in which Jupyter may send the request to end the kernel.
+_UNTIL_REQUEST = 0.5
 
 
 class NamedExecutor:
@@ -149,6 +154,12 @@ class NamedExecutor:
             self.connection.send("line", token, line)
 
         def interrupt() -> None:
+            ends = False
+            with contextlib.suppress(KeyboardInterrupt):  # the second interrupt stops the call at once
+                ends = stop is None and is_asked_to_end(_UNTIL_REQUEST)
+            if ends:
+                name = self.folder.name
+                raise KeyboardInterrupt(f"this kernel ends, and the call goes on: attach({name!r}) gives its result")
             self.connection.send("stop", token)
 
         shown = self.shown.setdefault(token, threading.Event())
