@@ -24,7 +24,7 @@ _IMPORTED_AT_USE = {
     "accelerate": ("torch._dynamo", "torch.distributed.tensor"),
     "fastai.distributed": ("torch._dynamo", "torch.distributed.tensor"),
 }
-#: Modules that start threads when they are imported. To find that out, the server would import all others a second time.
+#: Modules that start threads when they are imported: to find that out, a server would import all others twice.
 _START_THREADS = ("polars",)
 
 
