@@ -55,7 +55,7 @@ def test_default_settings_import_nothing_in_ranks(kernel: Kernel) -> None:
 
 
 def test_polars_at_its_defaults_is_not_imported_in_ranks(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
-    """It takes 0.3 s of CPU in each rank; and a server that had imported it would import all else a second time."""
+    """An import takes 0.3 s of CPU in each rank; a server that had imported it would import all else a second time."""
     pytest.importorskip("polars")
     assert not session.run(lambda: "polars" in sys.modules)
     forkserver.stop()  # a new one writes where capfd reads
