@@ -437,8 +437,11 @@ Cell = Callable[[str], Result]
 
 @pytest.fixture
 def cell(notebook: Kernel) -> Cell:
-    """Runs a cell, which must not raise, in a notebook without variables from other tests."""
-    notebook.ok("%reset -f\nfrom nbdist import CaptureError, Session, in_ddp")
+    """Runs a cell, which must not raise, in a notebook without variables from other tests.
+
+    `%reset` collects garbage twice; what is left then need not be looked through again.
+    """
+    notebook.ok("%reset -f\nimport gc\ngc.freeze()\ndel gc\nfrom nbdist import CaptureError, Session, in_ddp")
     return lambda code: notebook.ok(dedent(code))
 
 

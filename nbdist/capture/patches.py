@@ -22,6 +22,12 @@ _OF_A_CLASS = ("__module__", "__qualname__")
 _MAY_PATCH = re.compile(
     r"@patch|patch_to|setattr\(|_accessor\(|register_\w+|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE
 )
+#: Types whose instances hold nothing of the notebook's. Most values in classes and containers are of these.
+PLAIN: frozenset[type] = frozenset(
+    {str, bytes, int, float, bool, type(None), types.BuiltinFunctionType}
+    | {types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType}
+    | {types.GetSetDescriptorType, types.MemberDescriptorType}
+)
 
 
 class Patches:
@@ -68,12 +74,16 @@ def _search() -> Iterator[Patch]:
     for name, module in list(sys.modules.items()):
         if is_a(module, types.ModuleType) and name not in NO_LIBRARIES:
             for attribute, value in list(contents(module).items()):
-                if _is_of(value, main):
+                if type(value) is types.FunctionType and value.__globals__ is main:
                     yield module, attribute, value
     for cls in classes():
         if text(cls, "__module__") != "__main__":
             for name, value in list(contents(cls).items()):
-                if _is_own(value, main):
+                kind = type(value)  # here, not in a function: there are half a million
+                if kind is types.FunctionType:
+                    if value.__globals__ is main:
+                        yield cls, name, value
+                elif kind not in PLAIN and _is_own(value, main):
                     yield cls, name, value
 
 
@@ -93,8 +103,6 @@ def _is_of(value: Any, main: dict[str, Any]) -> bool:
 
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:
-    if type(value) is types.FunctionType:
-        return value.__globals__ is main
     if type(value) in (classmethod, staticmethod):
         return _is_of(value.__func__, main)
     if type(value) is property:

@@ -20,7 +20,7 @@ from .assigned import NO_LIBRARIES
 from .foreign import contents, is_a, text
 from .names import importable
 from .need import NewCells, main_namespace
-from .patches import classes
+from .patches import PLAIN, classes
 from .refusals import Refusals
 
 _CONTAINERS = frozenset([dict, list, set, collections.OrderedDict, collections.defaultdict])
@@ -121,16 +121,16 @@ def _holds(entry: Entry) -> bool:
 
 
 def _search() -> Iterator[Entry]:
-    main = main_namespace()
+    main, never = main_namespace(), _NEVER | NO_LIBRARIES
     owners = [(name, module) for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)]
     for name, module in owners:
-        if name.partition(".")[0] not in _NEVER | NO_LIBRARIES:
+        if name.partition(".")[0] not in never:
             yield from _of_owner(module, main)
     for cls in classes():
-        if text(cls, "__module__").partition(".")[0] not in _NEVER | NO_LIBRARIES and importable(cls):
-            yield from _of_owner(cls, main)
-            if is_a(cls, abc.ABCMeta):
-                yield from _of_abstract(cls, main)
+        if text(cls, "__module__").partition(".")[0] not in never:
+            found = [*_of_owner(cls, main), *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
+            if found and importable(cls):  # which takes longer than the rest
+                yield from found
 
 
 def _of_owner(owner: Any, main: dict[str, Any]) -> Iterator[Entry]:
@@ -138,7 +138,9 @@ def _of_owner(owner: Any, main: dict[str, Any]) -> Iterator[Entry]:
         if type(found) in _CONTAINERS:
             for key, value in _items(found):
                 # Numbers are of handles: each process counts its own.
-                if (_is_own(value, main) or _is_own(key, main)) and type(key) is not int:
+                if type(key) is int or (type(value) in PLAIN and type(key) in PLAIN):
+                    continue
+                if _is_own(value, main) or _is_own(key, main):
                     yield Entry(owner, name, key, value)
         elif type(found) is types.FunctionType and is_a(owner, types.ModuleType):
             registry = contents(found).get("registry")

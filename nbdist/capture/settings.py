@@ -158,9 +158,20 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
     return _seen["matplotlib"][1]
 
 
+#: The defaults of the options of polars that are not in the environment. polars keeps them in compiled code.
+_POLARS_DEFAULTS: dict[str, Any] = {
+    "set_fmt_float": "mixed",
+    "set_float_precision": None,
+    "set_thousands_separator": "",
+    "set_decimal_separator": ".",
+    "set_trim_decimal_zeros": False,
+}
+
+
 def _polars(polars: Any) -> dict[str, Any]:
     """Return the options that are not in the environment, by the methods of `Config` that set them."""
-    return {name: read() for name, read in getattr(polars.config, "_POLARS_CFG_DIRECT_VARS", {}).items()}
+    options = {name: read() for name, read in getattr(polars.config, "_POLARS_CFG_DIRECT_VARS", {}).items()}
+    return {name: value for name, value in options.items() if _POLARS_DEFAULTS.get(name, _UNREAD) != value}
 
 
 #: Hundreds of options as they were when they were last compared with their defaults, and the result.

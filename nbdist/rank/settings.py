@@ -185,8 +185,8 @@ class Settings:
 
     def _polars(self, value: Mapping[str, Any]) -> None:
         config = importlib.import_module("polars").Config
-        for name, option in value.items():
-            getattr(config, name)(option)
+        for name in {*value, *self._last.get("polars", ())}:
+            getattr(config, name)(value.get(name))  # None: its default
 
     def _python_modes(self, value: Any) -> None:
         python_modes.write(value, self._last.get("Python") or python_modes.read(sys))

@@ -24,6 +24,8 @@ _IMPORTED_AT_USE = {
     "accelerate": ("torch._dynamo", "torch.distributed.tensor"),
     "fastai.distributed": ("torch._dynamo", "torch.distributed.tensor"),
 }
+#: Modules that start threads when they are imported: to find that out, a server would import all others twice.
+_START_THREADS = ("polars",)
 
 
 class Preloaded:
@@ -31,7 +33,7 @@ class Preloaded:
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
-        self.refused: list[str] = []
+        self.refused: list[str] = list(_START_THREADS)
         """Modules, with their submodules, that cannot be imported, or must not be imported before a fork."""
 
     def load(self, modules: list[str], path: list[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import signal
+import sys
 import threading
 import warnings
 
@@ -13,9 +14,12 @@ import torch
 from cells import cells
 from conftest import Cell, Kernel
 
+from nbdist import Session, in_ddp
 from nbdist.capture.settings import SettingsSender
+from nbdist.engines import forkserver
 
 SETTINGS = cells("capture/cells/settings.py")
+RANKS = 1
 
 
 @pytest.mark.parametrize("case", SETTINGS)
@@ -48,6 +52,15 @@ def test_default_settings_import_nothing_in_ranks(kernel: Kernel) -> None:
     kernel.ok("import sys, torch\nfrom nbdist import in_ddp")
     imported = kernel.ok("print(in_ddp(2, lambda: 'torch._inductor' in sys.modules))").text.strip()
     assert imported == str(torch.__version__.startswith("2.5."))  # which imports it itself
+
+
+def test_polars_at_its_defaults_is_not_imported_in_ranks(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    """An import takes 0.3 s of CPU in each rank; a server that had imported it would import all else a second time."""
+    pytest.importorskip("polars")
+    assert not session.run(lambda: "polars" in sys.modules)
+    forkserver.stop()  # a new one writes where capfd reads
+    assert in_ddp(1, lambda: "polars" in sys.modules, imports="import polars")
+    assert "polars" not in capfd.readouterr().err
 
 
 def test_a_library_keeps_its_handlers_for_itself() -> None:

@@ -230,6 +230,7 @@ def test_modules_that_initialise_cuda_are_left_to_the_ranks(
     (tmp_path / "uses_driver.py").write_text("import loads_driver\nloads_driver.driver.cuInit(0)\n")
     (tmp_path / "asks_torch.py").write_text("import os; asked = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)  # lightning_fabric sets it when it is imported
     forkserver.stop()
     pid = in_ddp(1, os.getppid)
     for module in ("loads_driver", "uses_driver", "asks_torch"):

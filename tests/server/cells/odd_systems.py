@@ -60,3 +60,12 @@ import statistics
 
 with Session(1) as session:
     print(session.run(lambda: statistics.answer()), session.run(statistics.answer))
+
+# %% a server that imports a module of the folder
+import sys
+
+from nbdist import in_ddp
+from nbdist.engines import forkserver
+
+forkserver.server().ask("preload", ["noisy_module"], sys.path)
+print(in_ddp(2, lambda: 5))
