@@ -25,7 +25,6 @@ from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit, warmup_decay
 
-
 OWN = "(nbdist)"
 """The end of the names of nbdist's own models."""
 
