@@ -22,8 +22,8 @@ class SASRec(NextItemModel):
     The model is trained to distinguish each item of a history, given the items before it, from drawn items. Items and
     histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``. The loss chooses the kind:
 
-    - `cross_entropy`, a softmax over the items drawn for a batch. With ``layers="ligr"`` this is eSASRec (Tikhonovich et
-      al., "eSASRec: Enhancing Transformer-based Recommendations in a Modular Fashion", RecSys 2025).
+    - `cross_entropy`, a softmax over the items drawn for a batch. With ``layers="ligr"`` this is eSASRec (Tikhonovich
+      et al., "eSASRec: Enhancing Transformer-based Recommendations in a Modular Fashion", RecSys 2025).
     - `calibrated_bce`, and ``temperature=None``: gSASRec, which draws many negatives, such as 256.
 
     Args:
