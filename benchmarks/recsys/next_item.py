@@ -283,7 +283,7 @@ def measure(
         curves.append(f"{name} {', '.join(f'{at}: {test[0]:.4f}, {test[1]:.4f}' for at, _, test in records)}")
     rows += [_row(f"{one}, published", values) for one, values in published.results.items()]
     chosen = "the best by NDCG of the rows before the last" if published.choose else "the last one"
-    histories = data.batch["history"]
+    histories, users = data.batch["history"], len(data.test.wanted)
     return [
         f"{len(histories.values):,} rows of {len(histories.lengths):,} users to train on, {data.size - 2:,} "
         f"items; the last row of each is to be found: {published.judged}. Length {published.length}, 2 blocks, 1 head, "
@@ -293,6 +293,8 @@ def measure(
         f"| | {' | '.join(METRICS).replace('_', ' ')} |",
         "|---|" + "--:|" * len(METRICS),
         *rows,
+        "",
+        f"The standard error of a hit rate of 0.2 of {users:,} users is {(0.2 * 0.8 / users) ** 0.5:.4f}.",
         "",
         f"Published: {published.where}." if published.results else "No result is published for this split.",
         "",

@@ -317,7 +317,7 @@ def test_calibrated_bce_is_that_of_the_paper(negatives: int, items: int, calibra
 
 
 def test_calibrated_probabilities_are_those_of_training_with_all_negatives() -> None:
-    """One user, four items, one negative drawn: the best probability of the next item is its true one, 1/2."""
+    """With one user, four items and one negative, the best probability of the next item is its true one, 1/2."""
     logits = torch.zeros(4, requires_grad=True)
     others = torch.tensor([[i, j] for i in range(4) for j in range(4) if i != j])  # each negative as often
     times = torch.tensor([3.0, 1.0, 1.0, 1.0])  # item 0 comes next half of the time
