@@ -1,7 +1,8 @@
 """The click model of `training.py` on ratings: how long until the AUC at which a plain loop ends.
 
 The plain loop is the tutorials': rows from a `DataLoader`, dense gradients, Adam. Contestants take turns, and evaluate
-as often; that is not in the time. implicit's ALS knows no rows that are not liked.
+as often; that is not in the time. implicit's ALS knows no rows that are not liked. LightGBM knows a user and a movie by
+the share of liked rows, of other training rows than the row itself (`TargetEncoding`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.recsys.training import Model, Sparse, predict, predict_sparse
 from benchmarks.recsys.turns import parsed, spread
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
+from nbdist.recsys.etl import TargetEncoding, Workflow
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC
 from nbdist.recsys.sharding import replicate, shard
@@ -162,6 +164,34 @@ def als(folder: str, factors: int, regularization: float, alpha: float) -> Curve
     return watch.curve
 
 
+def boosted(folder: str, trees: int) -> Curve:
+    """In a single process: LightGBM on target encodings of user and movie; these are in the time."""
+    import lightgbm
+
+    rows = Rows.of(folder)
+    holder: list[Any] = []
+    names = [f"TE_{key}_liked" for key in KEYS]
+
+    def judged() -> float:
+        scores = holder[-1].predict(test.select(names).to_numpy(), raw_score=True)
+        return _auc(torch.from_numpy(scores), torch.from_numpy(test["liked"].to_numpy(writable=True)))
+
+    def after(state: Any) -> None:
+        holder[:] = [state.model]
+        watch.step()
+
+    watch = Watch(trees, judged)
+    workflow = Workflow(TargetEncoding(*KEYS, target="liked")).fit(rows.train, progress=False)
+    with tempfile.TemporaryDirectory() as encoded:
+        workflow.write(rows.train, encoded, training=True, overwrite=True, progress=False)
+        train = pl.read_parquet(encoded)
+    test = workflow.transform(rows.test, [*names, "liked"]).collect()
+    data = lightgbm.Dataset(train.select(names).to_numpy(), train["liked"].to_numpy())
+    options = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 15, "verbose": -1, "num_threads": 2}
+    lightgbm.train(options, data, trees, callbacks=[after])
+    return watch.curve
+
+
 class Contestant(NamedTuple):
     """A way to train; `ranks` with their number of threads."""
 
@@ -181,6 +211,7 @@ CONTESTANTS = (
         "`replicate`, tables in common, 2 ranks × 512", 2, 1, partial(on_ranks, batch=1024, rate=0.05, common=True)
     ),
     Contestant("implicit's ALS", 1, 2, partial(als, factors=16, regularization=0.1, alpha=1.0)),
+    Contestant("LightGBM, target encodings", 1, 2, partial(boosted, trees=100)),
 )
 
 
@@ -235,7 +266,7 @@ def main() -> None:
                     curve = (one if contestant.ranks == 1 else two).run(contestant.function, folder)
                     curves[contestant.name].append(curve)
                     print(contestant.name, [(round(spent, 2), round(auc, 4)) for spent, auc in curve], flush=True)
-            packages = ("torch", "torchrec", "fbgemm-gpu-cpu", "implicit")
+            packages = ("torch", "torchrec", "fbgemm-gpu-cpu", "implicit", "lightgbm")
             lines, title = table(curves) + conditions(packages), title_of(size, source)
             if not options.print:
                 first = {name: turns[0] for name, turns in curves.items()}

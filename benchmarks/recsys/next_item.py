@@ -1,4 +1,4 @@
-"""SASRec and HSTU on real data, trained and judged as published results were, compared with them.
+"""SASRec, gSASRec, eSASRec and HSTU on real data, trained and judged as published results were, in one table.
 
 Games: reviews of video games at Amazon, as the authors of SASRec keep them (``data/Video.txt`` in their repository,
 github.com/kang205/SASRec), in the folder that NBDIST_DATA names; times are not in it. 100k, 1m, 20m: MovieLens, as
@@ -14,7 +14,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from benchmarks.machine import conditions, save_section
 from nbdist import Session, rank_device
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
-from nbdist.recsys.models import HSTU, SASRec, draw_rows
+from nbdist.recsys.models import HSTU, SASRec, calibrated_bce, draw_rows
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 K = 10
-BATCH, NEGATIVES, TEMPERATURE = 128, 1024, 0.05
+TEMPERATURE = 0.05
 METRICS = (f"hit_rate@{K}", f"ndcg@{K}")
 
 
@@ -56,6 +56,9 @@ class Published:
     epochs: int
     choose: bool
     """True: the best epoch by the rows before the last one, which are not trained on. False: the last epoch."""
+    batch: int = 128
+    negatives: int = 1024
+    """Items that are drawn for a batch."""
 
 
 def games() -> pl.DataFrame:
@@ -72,7 +75,7 @@ def movies(name: str) -> pl.DataFrame:
     return movielens(name).frame
 
 
-def movies_of(name: str, results: dict[str, tuple[float, float]], length: int) -> Published:
+def movies_of(name: str, results: dict[str, tuple[float, float]], length: int, **more: Any) -> Published:
     return Published(
         f"MovieLens {name}",
         results,
@@ -82,13 +85,12 @@ def movies_of(name: str, results: dict[str, tuple[float, float]], length: int) -
         candidates=None,
         length=length,
         dropout=0.2,
-        epochs=100,
-        choose=False,
+        **{"epochs": 100, "choose": False, **more},
     )
 
 
 ALL = {
-    "100k": movies_of("100k", {}, 50),
+    "100k": movies_of("100k", {}, 100, choose=True, epochs=80, batch=32, negatives=256),
     "1m": movies_of(
         "1m",
         {
@@ -217,22 +219,29 @@ def judge(model: SASRec | HSTU, data: Data, judged: Judged) -> list[float]:
     return [found[name] for name in METRICS]
 
 
-def _sasrec(published: Published, size: int) -> SASRec:
-    return SASRec(size, length=published.length, embedding_dim=50, dropout=published.dropout, temperature=TEMPERATURE)
+@dataclass(frozen=True)
+class Kind:
+    """A model, and the loss that it is trained with."""
+
+    make: Callable[..., SASRec | HSTU]
+    how: str
+    loss: Callable[..., torch.Tensor] | None = None
+    """None: a softmax."""
 
 
-def _hstu(published: Published, size: int) -> HSTU:
-    return HSTU(
-        size,
-        times=None if published.candidates else "times",
-        length=published.length,
-        embedding_dim=50,
-        dropout=published.dropout,
-        temperature=TEMPERATURE,
-    )
+SOFTMAX = f"a softmax of cosines at a temperature of {TEMPERATURE}"
+MODELS = {
+    "SASRec": Kind(functools.partial(SASRec, temperature=TEMPERATURE), SOFTMAX),
+    "gSASRec": Kind(SASRec, "calibrated binary cross entropy of products", calibrated_bce),
+    "eSASRec": Kind(functools.partial(SASRec, layers="ligr", temperature=TEMPERATURE), f"gated layers, {SOFTMAX}"),
+    "HSTU": Kind(functools.partial(HSTU, temperature=TEMPERATURE), SOFTMAX),
+}
 
 
-MODELS: dict[str, Callable[[Published, int], Any]] = {"SASRec": _sasrec, "HSTU": _hstu}
+def make(published: Published, name: str, size: int) -> SASRec | HSTU:
+    """Make a model for a set; HSTU reads times where the set has them."""
+    times = {"times": "times"} if name == "HSTU" and not published.candidates else {}
+    return MODELS[name].make(size, length=published.length, embedding_dim=50, dropout=published.dropout, **times)
 
 
 def train(
@@ -240,61 +249,68 @@ def train(
 ) -> list[tuple[int, list[float], list[float]]]:
     """In a rank: epoch, and `METRICS` of the validation and of the test rows, again and again."""
     torch.manual_seed(0)
-    model: SASRec | HSTU = MODELS[name](published, data.size)
-    parallel = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=1e-3, betas=(0.9, 0.98)))
-    rows = MemoryLoader(data.batch, BATCH // dist.get_world_size(), shuffle=True, seed=0)
+    parallel = replicate(
+        make(published, name, data.size), lambda parameters: torch.optim.Adam(parameters, lr=1e-3, betas=(0.9, 0.98))
+    )
+    rows = MemoryLoader(data.batch, published.batch // dist.get_world_size(), shuffle=True, seed=0)
     items = {"movie": data.items.to(rank_device())}
-    records, begin = [], time.perf_counter()
+    of, records, begin = MODELS[name].loss, [], time.perf_counter()
+    loss = functools.partial(of, items=len(data.items)) if of else cross_entropy
 
     def predict(module: Any, batch: Any) -> Any:
-        return module(batch, draw_rows(items, NEGATIVES)["movie"])
+        return module(batch, draw_rows(items, published.negatives)["movie"])
 
     for epoch in range(every, epochs + 1, every):
-        fit(parallel, predict, rows, epochs=every, loss=cross_entropy, progress=False)
+        fit(parallel, predict, rows, epochs=every, loss=loss, progress=False)
         if dist.get_rank() == 0:  # the others wait in their next step
             plain: Any = parallel.module.eval()
             valid = judge(plain, data, data.valid) if data.valid else []
             records.append((epoch, valid, judge(plain, data, data.test)))
-            print(*records[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
+            print(name, *records[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
             plain.train()
     return records
 
 
-def measure(published: Published, name: str, data: Data, session: Session, epochs: int | None, every: int) -> list[str]:
+def measure(
+    published: Published, names: Sequence[str], data: Data, session: Session, epochs: int | None, every: int
+) -> list[str]:
     epochs = epochs or published.epochs
-    records = session.run(train, published, name, data, epochs, every)
-    if published.choose:
-        (epoch, _, result), how = max(records, key=lambda one: one[1][1]), "best by NDCG of the rows before the last"
-    else:
-        (epoch, _, result), how = records[-1], "the last one"
-    curve = ", ".join(f"{epoch}: {test[0]:.4f} and {test[1]:.4f}" for epoch, _, test in records)
-
-    def row(what: str, values: Iterable[float]) -> str:
-        return f"| {what} | {' | '.join(f'{value:.4f}' for value in values)} |"
-
-    histories = data.batch["history"]
+    rows, curves = [], []
+    for name in names:
+        records = session.run(train, published, name, data, epochs, every)
+        epoch, _, result = max(records, key=lambda one: one[1][1]) if published.choose else records[-1]
+        rows.append(_row(f"{name}, nbdist, epoch {epoch} of {epochs}: {MODELS[name].how}", result))
+        curves.append(f"{name} {', '.join(f'{at}: {test[0]:.4f}, {test[1]:.4f}' for at, _, test in records)}")
+    rows += [_row(f"{one}, published", values) for one, values in published.results.items()]
+    chosen = "the best by NDCG of the rows before the last" if published.choose else "the last one"
+    histories, users = data.batch["history"], len(data.test.wanted)
     return [
         f"{len(histories.values):,} rows of {len(histories.lengths):,} users to train on, {data.size - 2:,} "
         f"items; the last row of each is to be found: {published.judged}. Length {published.length}, 2 blocks, 1 head, "
-        f"width 50, dropout {published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax "
-        f"of cosines at a temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
+        f"width 50, dropout {published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {published.batch}, "
+        f"{published.negatives} negatives that are drawn for a batch. The epoch is {chosen}.",
         "",
         f"| | {' | '.join(METRICS).replace('_', ' ')} |",
         "|---|" + "--:|" * len(METRICS),
-        row(f"{name}, nbdist, epoch {epoch} of {epochs} ({how})", result),
-        *(row(f"{one}, published", values) for one, values in published.results.items()),
+        *rows,
+        "",
+        f"The standard error of a hit rate of 0.2 of {users:,} users is {(0.2 * 0.8 / users) ** 0.5:.4f}.",
         "",
         f"Published: {published.where}." if published.results else "No result is published for this split.",
         "",
-        f"By epoch: {curve}.",
+        f"By epoch: {'; '.join(curves)}.",
         "",
     ]
+
+
+def _row(what: str, values: Iterable[float]) -> str:
+    return f"| {what} | {' | '.join(f'{value:.4f}' for value in values)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("set", choices=list(ALL))
-    parser.add_argument("--model", choices=list(MODELS), default="SASRec")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--epochs", type=int, help="instead of as many as were published, or, for games, of 200")
     parser.add_argument("--every", type=int, default=10, help="epochs from one look at the result to the next")
@@ -308,10 +324,9 @@ def main() -> None:
         torch.save(data, options.prepare)
         return
     with Session(options.ranks) as session:
-        lines = measure(published, options.model, data, session, options.epochs, options.every)
+        lines = measure(published, options.models, data, session, options.epochs, options.every)
     lines += conditions(("torch", "torchmetrics"))
-    title = f"{options.model} on {published.what}, compared with published results"
-    save_section("quality", title, lines, keep=not options.print)
+    save_section("next_item", published.what, lines, keep=not options.print)
 
 
 if __name__ == "__main__":

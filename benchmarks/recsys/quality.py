@@ -25,6 +25,9 @@ from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit, warmup_decay
 
+OWN = "(nbdist)"
+"""The end of the names of nbdist's own models."""
+
 
 def interactions(rows: pl.DataFrame, shape: tuple[int, int]) -> scipy.sparse.csr_matrix:
     """A one for each row's user and movie, as implicit takes them; shape (users, movies)."""
@@ -166,6 +169,19 @@ def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
     }
 
 
+def verdict(table: pl.DataFrame) -> str:
+    """Say who is first by NDCG, who is level with it by the paired test, and where nbdist's best stands."""
+    best, *others = table["model"]
+    level = table.filter(pl.col("verdict") == "level")["model"]
+    own, how = table.filter(pl.col("model").str.ends_with(OWN)).select("model", "verdict").row(0)
+    where = {
+        "best": "",
+        "level": f" nbdist's best, {own}, is level with it.",
+        "behind": f" nbdist's best, {own}, is behind.",
+    }
+    return f"First by NDCG: {best}. Level with it: {', '.join(level) or 'none'} (of {len(others)} others).{where[how]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
@@ -183,7 +199,14 @@ def main() -> None:
                 models = {model: one for model, one in models.items() if not model.startswith(beginning)}
             likes = ratings.filter(pl.col("rating") > 3)
             found = benchmark(models, likes, item="movie", trials=options.trials)
-            lines = [f"{name_of(source)}. Liked are ratings above 3.", "", found.to_markdown(), ""]
+            lines = [
+                f"{name_of(source)}. Liked are ratings above 3.",
+                "",
+                found.to_markdown(),
+                "",
+                verdict(found.table),
+                "",
+            ]
             packages = ["torch", "torchmetrics", "polars", "optuna", "scipy"]
             packages += ["implicit"] if any(model.startswith("implicit") for model in models) else []
             save_section("quality", title_of(name, source), lines + conditions(packages), keep=not options.print)

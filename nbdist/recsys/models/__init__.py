@@ -1,5 +1,6 @@
 """Recommender models of plain torch modules, for `replicate`, `shard` and `export_ensemble`."""
 
+from .calibrated import calibrated_bce
 from .dcn import DCNv2
 from .deepfm import DeepFM
 from .dlrm import DLRM
@@ -23,6 +24,7 @@ __all__ = [
     "SequenceTables",
     "Tower",
     "TwoTower",
+    "calibrated_bce",
     "draw_rows",
     "padded",
     "softmax_logits",

@@ -1,10 +1,17 @@
-"""SASRec: the next item of a user, by attention over the earlier items (Kang and McAuley, ICDM 2018)."""
+"""SASRec: the next item of a user, by attention over the earlier items (Kang and McAuley, ICDM 2018).
+
+gSASRec is this model with another loss (`calibrated_bce`), eSASRec with other layers (``layers="ligr"``).
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
+from ...checks import check_choice
 from .next_item import NextItemModel
 
 
@@ -13,7 +20,11 @@ class SASRec(NextItemModel):
     item.
 
     The model is trained to distinguish each item of a history, given the items before it, from drawn items. Items and
-    histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
+    histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``. The loss chooses the kind:
+
+    - `cross_entropy`, a softmax over the items drawn for a batch. With ``layers="ligr"`` this is eSASRec (Tikhonovich
+      et al., "eSASRec: Enhancing Transformer-based Recommendations in a Modular Fashion", RecSys 2025).
+    - `calibrated_bce`, and ``temperature=None``: gSASRec, which draws many negatives, such as 256.
 
     Args:
         items: The number of codes of items.
@@ -22,10 +33,16 @@ class SASRec(NextItemModel):
         embedding_dim: The width of the table and of the layers. It must be a multiple of `heads`.
         blocks: The number of attention layers.
         heads: The number of attention heads of each layer.
+        layers: "transformer": layers with a normalization before attention and before the dense layers. "ligr": the
+            same, and a learned gate multiplies what attention and dense layers add; the dense layers are SwiGLU, four
+            times as wide (Borisyuk et al., arXiv:2502.03417).
         dropout: The share of values that are set to zero during training.
         temperature: The divisor of the logits, which are then cosines, of vectors with length 1. None: they are dot
             products, not divided.
         device: The device of the table: "meta" if it will be sharded because it is too large for one rank.
+
+    Raises:
+        ValueError: `layers` has no such value.
 
     Examples:
         >>> import torch
@@ -62,6 +79,7 @@ class SASRec(NextItemModel):
         embedding_dim: int = 64,
         blocks: int = 2,
         heads: int = 1,
+        layers: Literal["transformer", "ligr"] = "transformer",
         dropout: float = 0.2,
         temperature: float | None = None,
         device: torch.device | str = "cpu",
@@ -75,11 +93,51 @@ class SASRec(NextItemModel):
             temperature=temperature,
             device=device,
         )
-        block = nn.TransformerEncoderLayer(
-            embedding_dim, heads, embedding_dim, dropout, batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(embedding_dim), enable_nested_tensor=False)
+        check_choice(layers, ("transformer", "ligr"), name="`layers`")
+        if layers == "ligr":
+            self.blocks: nn.Module = _GatedBlocks(embedding_dim, heads, blocks, dropout)
+        else:
+            block = nn.TransformerEncoderLayer(
+                embedding_dim, heads, embedding_dim, dropout, batch_first=True, norm_first=True
+            )
+            norm = nn.LayerNorm(embedding_dim)
+            self.blocks = nn.TransformerEncoder(block, blocks, norm, enable_nested_tensor=False)
 
     def _states(self, read: Tensor, times: tuple[Tensor, Tensor] | None) -> Tensor:
         states: Tensor = self.blocks(read, self._later(read.device), is_causal=True)
         return states
+
+
+class _GatedBlocks(nn.Module):
+    """The layers of LiGR, and a normalization at their end."""
+
+    def __init__(self, width: int, heads: int, blocks: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_GatedBlock(width, heads, dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, later: Tensor, is_causal: bool) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, later, is_causal)
+        found: Tensor = self.norm(x)
+        return found
+
+
+class _GatedBlock(nn.Module):
+    """x + sigmoid(x W) * f(norm(x)), for f attention, and then for f SwiGLU."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads, dropout, batch_first=True)
+        self.gates = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.wide, self.narrow = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, later: Tensor, is_causal: bool) -> Tensor:
+        read = self.norms[0](x)
+        seen, _ = self.attention(read, read, read, attn_mask=later, is_causal=is_causal, need_weights=False)
+        x = x + self.gates[0](x).sigmoid() * self.dropout(seen)
+        gate, values = self.wide(self.norms[1](x)).chunk(2, dim=2)
+        result: Tensor = x + self.gates[1](x).sigmoid() * self.dropout(self.narrow(self.dropout(silu(gate) * values)))
+        return result

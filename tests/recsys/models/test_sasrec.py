@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from nbdist.recsys.datasets import synthetic_sequences
 from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences, with_history, write_history
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
-from nbdist.recsys.models import SASRec, draw_rows, padded
+from nbdist.recsys.models import SASRec, calibrated_bce, draw_rows, padded
 from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate, shard
 from nbdist.recsys.training import fit
@@ -213,10 +214,12 @@ def test_the_rule_of_synthetic_histories_is_learned(
     assert found["hit_rate@1"] > 0.85, found
 
 
-@pytest.mark.parametrize("temperature", [None, 0.05])
-def test_attention_sees_no_later_items(temperature: float | None) -> None:
+@pytest.mark.parametrize(
+    ("layers", "temperature"), [("transformer", None), ("transformer", 0.05), ("ligr", None), ("ligr", 0.05)]
+)
+def test_attention_sees_no_later_items(layers: Any, temperature: float | None) -> None:
     torch.manual_seed(0)
-    model = SASRec(30, length=6, embedding_dim=8, blocks=2, temperature=temperature).eval()
+    model = SASRec(30, length=6, embedding_dim=8, blocks=2, heads=2, layers=layers, temperature=temperature).eval()
     lists = [[5, 6, 7], [5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11], []]
 
     def ragged(lists: list[list[int]]) -> dict[str, Any]:
@@ -259,6 +262,92 @@ def test_a_batch_without_rows() -> None:
     assert model.eval().query(nothing).shape == (0, 8)
     logits.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_gated_layers_are_those_of_the_equations() -> None:
+    """x + sigmoid(x G) * f(norm(x)): f is attention over what came before, then SwiGLU; a normalization at the end."""
+    torch.manual_seed(0)
+    model = SASRec(30, length=3, embedding_dim=4, blocks=1, heads=2, layers="ligr").eval()
+    parts = {name.removeprefix("blocks."): value for name, value in model.state_dict().items()}
+    mine = {name.removeprefix("layers.0."): value for name, value in parts.items()}
+    read = torch.randn(1, 3, 4)
+
+    def affine(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ mine[f"{name}.weight"].T + mine[f"{name}.bias"]
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+    x = read[0]
+    h = norm(x, mine["norms.0.weight"], mine["norms.0.bias"])
+    queries, keys, values = (h @ mine["attention.in_proj_weight"].T + mine["attention.in_proj_bias"]).split(4, dim=1)
+    heads = []
+    for part in (slice(0, 2), slice(2, 4)):
+        products = queries[:, part] @ keys[:, part].T / 2**0.5
+        weights = products.masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf).softmax(1)
+        heads.append(weights @ values[:, part])
+    x = x + affine(x, "gates.0").sigmoid() * affine(torch.cat(heads, dim=1), "attention.out_proj")
+    gate, value = affine(norm(x, mine["norms.1.weight"], mine["norms.1.bias"]), "wide").split(16, dim=1)
+    x = x + affine(x, "gates.1").sigmoid() * affine(gate * gate.sigmoid() * value, "narrow")
+    with torch.no_grad():
+        torch.testing.assert_close(model._states(read, None)[0], norm(x, parts["norm.weight"], parts["norm.bias"]))
+
+
+def test_layers_of_another_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="`layers` must be one of 'transformer', 'ligr', got 'lstm'"):
+        SASRec(30, layers="lstm")  # type: ignore[arg-type]
+
+
+# --- the loss of gSASRec ---
+
+
+@given(st.integers(1, 6), st.integers(2, 40), st.floats(0, 1))
+@settings(max_examples=25, deadline=None)
+def test_calibrated_bce_is_that_of_the_paper(negatives: int, items: int, calibration: float) -> None:
+    logits = torch.randn(5, 1 + negatives, dtype=torch.float64)
+    logits[0, 1] = -torch.inf  # an item that comes next is no negative
+    share = min(negatives / (items - 1), 1)
+    beta = share * (calibration * (1 - 1 / share) + 1 / share)
+    expected = 0.0
+    for first, *others in logits.sigmoid().tolist():
+        expected -= math.log(first**beta) + sum(math.log(1 - other) for other in others)
+    found = calibrated_bce(logits, torch.zeros(5, dtype=torch.int64), items=items, calibration=calibration)
+    assert float(found) == pytest.approx(expected / (5 * (1 + negatives)))
+
+
+def test_calibrated_probabilities_are_those_of_training_with_all_negatives() -> None:
+    """With one user, four items and one negative, the best probability of the next item is its true one, 1/2."""
+    logits = torch.zeros(4, requires_grad=True)
+    others = torch.tensor([[i, j] for i in range(4) for j in range(4) if i != j])  # each negative as often
+    times = torch.tensor([3.0, 1.0, 1.0, 1.0])  # item 0 comes next half of the time
+    optimizer = torch.optim.LBFGS([logits], max_iter=200)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        each = [calibrated_bce(logits[pair][None], torch.tensor([0]), items=4, calibration=1.0) for pair in others]
+        loss = (torch.stack(each) * times[others[:, 0]]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(logits.detach().sigmoid(), times / times.sum(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"items": 1}, "`items` must be at least 2, got 1"),
+        ({"items": 9, "calibration": 1.5}, "`calibration` must be from 0 to 1, got 1.5"),
+        ({"items": 9, "calibration": -0.5}, "`calibration` must be a finite number of at least 0, got -0.5"),
+    ],
+)
+def test_invalid_arguments_of_calibrated_bce_are_refused(options: Any, message: str) -> None:
+    own = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        calibrated_bce(torch.zeros(1, 2), own, **options)
+    with pytest.raises(ValueError, match="a column of the next item and one for each negative, got one column"):
+        calibrated_bce(torch.zeros(1, 1), own, items=9)
 
 
 @pytest.mark.slow
