@@ -14,6 +14,7 @@ from nbdist.recsys.triton.serving import exists_for_this_machine
 
 ROOMS = (
     "datasets",
+    "days",
     "etl",
     "loader",
     "metrics",

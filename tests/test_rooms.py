@@ -64,6 +64,10 @@ MAY: dict[str, set[str]] = {
     "recsys.recommenders": {
         *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
     },
+    "recsys.days": {
+        *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"),
+        "recsys.training",
+    },
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks", "recsys.raw_ids"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -126,7 +126,6 @@ def evaluate(
     return values
 
 
-@torch.no_grad()
 def measure(
     model: nn.Module,
     predict: Predict,
@@ -147,33 +146,71 @@ def measure(
         tasks: The task of each metric, by the metric's name.
         columns: The column of weights of each task.
     """
+    reset(metrics)
+    with evaluating(model):
+        for batch in loader:
+            add_rows(metrics, predicted(model, predict, batch, precision), batch, tasks, columns, loader.repeats)
+    return computed(metrics)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients, inside `with`."""
     was_training = model.training
     model.eval()
-    for metric in metrics.values():
-        metric.to(collective_device()).reset()
     try:
-        for batch in loader:
-            everything = predicted(model, predict, batch, precision)
-            if missing := {*tasks.values()} - everything.keys():
-                raise ValueError(
-                    f"`metrics` and `predict` must have the same tasks, got metrics of {min(missing)!r} and "
-                    f"predictions of {', '.join(map(repr, everything))}"
-                )
-            for task, (predictions, *others) in everything.items():
-                rows, weights = weighted((predictions, *others), batch, columns.get(task))
-                if loader.repeats:
-                    last = len(predictions) - loader.repeats
-                    kept = last if weights is None else int((weights_of(batch, columns[task])[:last] > 0).sum())  # type: ignore[index]
-                    rows = [None if one is None else one[:kept] for one in rows]
-                    weights = None if weights is None else weights[:kept]
-                if weights is not None and weights.dtype != torch.bool:
-                    rows = [*rows, *[None] * (3 - len(rows)), weights]
-                for name, metric in metrics.items():
-                    if tasks[name] == task:
-                        _update(name, metric, *rows)
-                _check_numbers(rows[0])
+        with torch.no_grad():
+            yield
     finally:
         model.train(was_training)
+
+
+def reset(metrics: Mapping[str, Metric]) -> None:
+    """Put metrics on the rank's device, without rows."""
+    for metric in metrics.values():
+        metric.to(collective_device()).reset()
+
+
+def add_rows(
+    metrics: Mapping[str, Metric],
+    everything: Mapping[str, Sequence[Any]],
+    batch: Any,
+    tasks: Mapping[str, str],
+    columns: Mapping[str, str],
+    repeats: int = 0,
+) -> None:
+    """Add the rows of a batch to metrics.
+
+    Args:
+        metrics: Name → metric.
+        everything: The result of `predicted`.
+        batch: The columns.
+        tasks: Name → the task of the metric.
+        columns: Task → column of weights.
+        repeats: The number of rows at the end that do not count.
+    """
+    if missing := {*tasks.values()} - everything.keys():
+        raise ValueError(
+            f"`metrics` and `predict` must have the same tasks, got metrics of {min(missing)!r} and "
+            f"predictions of {', '.join(map(repr, everything))}"
+        )
+    for task, (predictions, *others) in everything.items():
+        rows, weights = weighted((predictions, *others), batch, columns.get(task))
+        if repeats:
+            last = len(predictions) - repeats
+            kept = last if weights is None else int((weights_of(batch, columns[task])[:last] > 0).sum())  # type: ignore[index]
+            rows = [None if one is None else one[:kept] for one in rows]
+            weights = None if weights is None else weights[:kept]
+        if weights is not None and weights.dtype != torch.bool:
+            rows = [*rows, *[None] * (3 - len(rows)), weights]
+        for name, metric in metrics.items():
+            if tasks[name] == task:
+                _update(name, metric, *rows)
+        _check_numbers(rows[0])
+
+
+def computed(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the metrics of the rows of all ranks, NaN for those that cannot be computed; and for these the reason."""
     results, failed = dict.fromkeys(metrics, math.nan), {}
     for name, metric in metrics.items():
         try:

@@ -205,7 +205,7 @@ class Run:
         dist.all_reduce(sums)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         loss, rows, without = sums.tolist()
-        self._check_finite(loss)
+        self._check_sum(loss)
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
         if valid is not None:
@@ -233,8 +233,11 @@ class Run:
         self._rows, self._without_loss, self._seconds = 0, 0, 0.0
         self._since = time.perf_counter()
 
-    def _check_finite(self, loss: float) -> None:
-        """Raise `ValueError` if the sum of the losses since the last record is not finite."""
+    def check_finite(self) -> None:
+        """Raise `ValueError` if the losses of this rank since the last record are not finite."""
+        self._check_sum(float(self._loss))
+
+    def _check_sum(self, loss: float) -> None:
         if self.precision != "fp16" and not math.isfinite(loss):
             raise not_finite_since(self.step)
 
@@ -243,7 +246,7 @@ class Run:
         folder = os.fspath(snapshots.folder)
         if self._saved.get(folder) == self.step:
             return
-        self._check_finite(float(self._loss))  # or it would take the place of one that is right
+        self.check_finite()  # or it would take the place of one that is right
         self._saved[folder] = self.step
         self._stop_clock()
         own = {

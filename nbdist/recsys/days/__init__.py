@@ -1,0 +1,8 @@
+"""Models that learn day after day: the next day in one call, what has changed by it, and a log that grows."""
+
+from .continuing import continue_training
+from .day import Day, save_day
+from .delta import Delta
+from .following import follow
+
+__all__ = ["Day", "Delta", "continue_training", "follow", "save_day"]

@@ -1,0 +1,215 @@
+"""The next day of a model: vocabularies and tables follow its rows, which are predicted first and then learned from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from ...devices import collective_device
+from .. import ranks
+from ..etl.inputs import Source
+from ..etl.workflow import Workflow
+from ..io.folders import atomic_folder
+from ..loader.in_order import InOrderLoader
+from ..metrics import AUC
+from ..parallel.checkpoint import contents
+from ..parallel.protocol import Parallel
+from ..training.arguments import check_model, check_options
+from ..training.evaluation import (
+    Precision,
+    Predict,
+    add_rows,
+    check_metrics,
+    computed,
+    evaluating,
+    predicted,
+    reset,
+)
+from ..training.objective import ONLY, Loss, Objective, by_task, log_loss, objective
+from ..training.run import Run
+from .day import FILES, Day, write_day
+
+
+def continue_training(
+    yesterday: Day | str | os.PathLike[str],
+    log: Source,
+    folder: str | os.PathLike[str],
+    make: Callable[[Workflow], Parallel],
+    predict: Predict,
+    *,
+    batch_size: int,
+    columns: Sequence[str] | None = None,
+    keyed: Sequence[str] = (),
+    loss: Loss | Mapping[str, Loss] = log_loss,
+    metrics: Mapping[str, Metric] | Mapping[str, Mapping[str, Metric]] | None = None,
+    sample_weight: str | Mapping[str, str] | None = None,
+    precision: Precision | None = None,
+    tables: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Day:
+    """Learn a day's rows, each once and in their order, and save the day. All ranks must call it.
+
+    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones.
+    2. `make` builds the model with so many codes; weights and optimizer state are yesterday's. Rows of new ids begin as
+       the mean of the known ones (`Vocabulary.unknown_weights`).
+    3. Each step's rows are predicted, in evaluation mode, before the step is taken: loss and metrics of these
+       predictions are the curve of the day (progressive validation). Numbers that the workflow has learned, such as
+       the means of a `TargetEncoding`, are yesterday's in these rows: they contain nothing of what is predicted.
+    4. The folder gets the workflow, a snapshot of the model, the delta, and the curve. It appears when it is complete.
+
+    Steps have the same rows on any number of ranks. The day's columns are in memory on each rank.
+
+    Args:
+        yesterday: The day before, or its folder: from `save_day` or `continue_training`.
+        log: The rows of the day, in the order of time, as for `Workflow.fit`: Parquet files, or a frame.
+        folder: The folder to write, which all ranks reach.
+        make: Called on each rank with the workflow; returns the model, from `shard` or `replicate`, with the optimizer
+            that the day before had.
+        predict: As for `fit`.
+        batch_size: Rows of a step on all ranks together, at most.
+        columns: The workflow's outputs that a batch has. None: all.
+        keyed: As for `ParquetLoader`.
+        loss, sample_weight, precision: As for `fit`.
+        metrics: Name → metric, or with several tasks task → these. None: for `log_loss`, "auc".
+        tables: Column of codes → the name of its table, where it is not called like the column.
+        overwrite: Whether a day that is there is replaced.
+        progress: Whether rank 0 shows progress bars.
+
+    Returns:
+        The day, on every rank.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no day before; a column is missing or has another type; there are fewer
+            rows than ranks; the model does not fit the snapshot; a loss is not finite.
+        FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+        RuntimeError: Outside a process group.
+
+    Examples:
+        >>> import polars as pl
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.days import continue_training, save_day
+        >>> from nbdist.recsys.etl import Categorify, Workflow
+        >>> from nbdist.recsys.models import DLRM
+        >>> from nbdist.recsys.sharding import replicate
+        >>> rows = pl.DataFrame({"user": [1, 2, 3] * 20, "liked": [True, False, True] * 20})
+        >>> def make(workflow):
+        ...     return replicate(DLRM({"user": workflow.vocabularies["user"].size}, embedding_dim=4), "adagrad")
+        >>> def predict(model, batch):
+        ...     return model(batch), batch["liked"]
+        >>> def two_days():
+        ...     workflow = Workflow(Categorify("user")).fit(rows, progress=False)
+        ...     first = save_day("day-0", workflow, make(workflow))
+        ...     return continue_training(first, rows, "day-1", make, predict, batch_size=10, progress=False)
+        >>> day = in_ddp(2, two_days)
+        >>> day.curve.select("step", "rows", "loss", "auc").shape
+        (6, 4)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("continue_training() works in a rank: call it in a function that in_ddp or a Session runs")
+    before = yesterday if isinstance(yesterday, Day) else Day.load(yesterday)
+    goal = objective(loss, sample_weight)
+    named, tasks = by_task(_default_metrics(goal) if metrics is None else metrics)
+    check_metrics(named)
+    old = before.workflow
+    workflow = Workflow(*old.steps, tags=old.tags).fit(log, previous=old, progress=progress)
+    model = make(workflow)
+    check_model(model)
+    check_options(model, precision, None, 1, None)
+    growing = _growing(old, before.snapshot, tables)
+    model.load(before.snapshot, grow=growing)
+    state = _state_before(model, growing)
+    with atomic_folder(folder, FILES, overwrite) as scratch:
+        # Vocabularies of today, and what else was known yesterday.
+        past = copy.copy(workflow)
+        past.state = dataclasses.replace(old.state, vocabularies=workflow.vocabularies)
+        files = past.write(
+            log,
+            scratch / "rows",
+            columns=columns,
+            training=False,
+            num_files=ranks.world_size(),
+            shuffle=False,
+            progress=progress,
+        )
+        loader = InOrderLoader(pl.read_parquet(files), batch_size, keyed=keyed).to(collective_device())
+        run = Run(model, predict, loader, goal, lambda step: 1.0, precision)
+        curve, values = _learned(run, loader, named, tasks, progress)
+        write_day(scratch / "whole", workflow, model, (before.weights, state), curve, values)
+    return Day.load(folder)
+
+
+def _default_metrics(goal: Objective) -> dict[str, Any]:
+    """Return the metrics of click models, where all losses are theirs."""
+    if any(one is not log_loss for one in goal.losses.values()):
+        return {}
+    found = {task: {"auc": AUC()} for task in goal.losses}
+    return found.get(ONLY, found)  # type: ignore[arg-type, return-value]
+
+
+def _growing(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None) -> dict[str, Tensor]:
+    """Return the weights of tables of codes: name in the snapshot → the part of each row in the rows of new ids."""
+    saved = [key.removeprefix("model.") for key in contents(snapshot) if key.startswith("model.")]
+    found = {}
+    for column, vocabulary in old.vocabularies.items():
+        name = (tables or {}).get(column, column)
+        keys = [key for key in saved if f".{key}".endswith((f".{name}", f".{name}.weight"))]
+        if not keys and name != column:
+            raise ValueError(f"`tables` must name weights of {snapshot}, got {name!r} for column {column!r}")
+        found |= dict.fromkeys(keys, vocabulary.unknown_weights())
+    if foreign := (tables or {}).keys() - old.vocabularies.keys():
+        raise ValueError(f"`tables` must have columns of codes, {', '.join(old.vocabularies)}, got {min(foreign)!r}")
+    return found
+
+
+def _state_before(model: Parallel, growing: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return, on rank 0, the state of the day before, without rows that no code had."""
+    whole = model.gather()
+    if whole is None:
+        return {}
+    state = whole.state_dict()
+    return {name: value[: len(growing[name])] if name in growing else value for name, value in state.items()}
+
+
+def _learned(
+    run: Run, loader: InOrderLoader, metrics: Mapping[str, Metric], tasks: Mapping[str, str], progress: bool
+) -> tuple[pl.DataFrame, dict[str, float]]:
+    """Predict the rows of each step, and then take it; return the curve, and the metrics of all rows."""
+    whole = copy.deepcopy(dict(metrics))
+    reset(whole)
+    curve = []
+    with ranks.progress_bar("learn", loader.rows, progress) as bar:
+        for number, batch in enumerate(loader):
+            reset(metrics)
+            with evaluating(run.model.model):
+                found = predicted(run.model.model, run.predict, batch, run.precision)
+                loss = _loss(run.objective, found, batch, loader.partition.size(ranks.rank(), number))
+            for some in (metrics, whole):
+                add_rows(some, found, batch, tasks, run.objective.columns)
+            rows = sum(loader.partition.size(rank, number) for rank in range(ranks.world_size()))
+            curve.append({"step": number + 1, "rows": rows, "loss": loss, **computed(metrics)[0]})
+            run.train_on([(number, batch)])
+            bar.update(rows)
+    run.check_finite()
+    frame = pl.DataFrame(curve)
+    mean = float((frame["loss"] * frame["rows"]).sum() / frame["rows"].sum())
+    return frame, {"loss": mean, **computed(whole)[0]}
+
+
+def _loss(goal: Objective, found: Mapping[str, Sequence[Any]], batch: Any, rows: int) -> float:
+    """Return the loss of predictions, over the rows of all ranks."""
+    parts = [(loss, loss.new_tensor(float(rows)) if own is None else own) for loss, own in goal.of(found, batch)]
+    sums = torch.stack([torch.stack([loss.double() * own, own.double()]) for loss, own in parts])  # (tasks, 2)
+    dist.all_reduce(sums)
+    return float((sums[:, 0] / sums[:, 1].clamp(min=torch.finfo(sums.dtype).tiny)).sum())

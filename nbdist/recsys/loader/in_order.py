@@ -1,0 +1,79 @@
+"""Batches in the order of the rows: a step of all ranks together has the rows that follow those of the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..io.partition import Partition
+from .batches import Window
+from .columns import Columns
+from .loaders import MemoryLoader
+
+
+@dataclass(frozen=True)
+class InOrder(Partition):
+    """A division whose steps have consecutive rows, almost equally many: `batch_size` of all ranks together at most.
+
+    The rows of a step do not depend on the number of ranks. The positions of a rank are those of its rows, step after
+    step.
+
+    Raises:
+        ValueError: A step has not a row for each rank.
+    """
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.batch_size) > 0 and self.rows // self.steps < self.world_size:
+            raise ValueError(
+                f"each step must have a row for each of {self.world_size} ranks, got {self.rows} rows in steps of at "
+                f"most {self.batch_size}: use fewer ranks, or a larger batch_size"
+            )
+        super().__post_init__()
+
+    @property
+    def steps(self) -> int:
+        """Number of batches, equal on every rank."""
+        return -(-self.rows // self.batch_size)
+
+    def rows_of(self, rank: int, step: int) -> range:
+        """Return the rows of a step that `rank` has."""
+        start, stop = (self.rows * one // self.steps for one in (step, step + 1))
+        return range(*(start + (stop - start) * one // self.world_size for one in (rank, rank + 1)))
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the positions of `rank`: as many as it has rows."""
+        return 0, sum(len(self.rows_of(rank, step)) for step in range(self.steps))
+
+    def batch_starts(self, rank: int, steps: range) -> list[int]:
+        """Return the first positions of some steps."""
+        before = sum(len(self.rows_of(rank, step)) for step in range(steps.start))
+        starts = [before]
+        for step in steps[:-1]:
+            starts.append(starts[-1] + len(self.rows_of(rank, step)))
+        return starts[: len(steps)]
+
+
+class InOrderLoader(MemoryLoader):
+    """Batches from memory, in the order of the rows, for training on a stream.
+
+    Args:
+        data: As for `MemoryLoader`.
+        batch_size: Rows of a step on all ranks together, at most: steps have almost equally many.
+        keyed: As for `Loader`.
+    """
+
+    def __init__(self, data: Any, batch_size: int, *, keyed: Sequence[str] = ()) -> None:
+        super().__init__(data, batch_size, keyed=keyed, seed=0)
+
+    @property
+    def partition(self) -> Partition:
+        """The assignment of rows to ranks and steps."""
+        return InOrder(self.rows, self.world_size, self.batch_size)
+
+    def _everything(self, table: Columns, partition: Partition, rank: int, epoch: int) -> Window:
+        assert isinstance(partition, InOrder)
+        parts = [partition.rows_of(rank, step) for step in range(partition.steps)]
+        return Window(0, table, torch.cat([torch.arange(one.start, one.stop, device=self.device) for one in parts]))
