@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from ...checks import check_count
 from ...devices import collective_device
 from .. import ranks
 from ..etl.inputs import Source
@@ -118,36 +119,44 @@ def continue_training(
     """
     if not dist.is_initialized():
         raise RuntimeError("continue_training() works in a rank: call it in a function that in_ddp or a Session runs")
+    check_count(batch_size, least=ranks.world_size(), name="`batch_size`")
     before = yesterday if isinstance(yesterday, Day) else Day.load(yesterday)
     goal = objective(loss, sample_weight)
     named, tasks = by_task(_default_metrics(goal) if metrics is None else metrics)
     check_metrics(named)
     old = before.workflow
-    workflow = Workflow(*old.steps, tags=old.tags).fit(log, previous=old, progress=progress)
-    model = make(workflow)
-    check_model(model)
-    check_options(model, precision, None, 1, None)
     growing = _growing(old, before.snapshot, tables)
-    model.load(before.snapshot, grow=growing)
-    state = _state_before(model, growing)
     with atomic_folder(folder, FILES, overwrite) as scratch:
-        # Vocabularies of today, and what else was known yesterday.
-        past = copy.copy(workflow)
-        past.state = dataclasses.replace(old.state, vocabularies=workflow.vocabularies)
-        files = past.write(
-            log,
-            scratch / "rows",
-            columns=columns,
-            training=False,
-            num_files=ranks.world_size(),
-            shuffle=False,
-            progress=progress,
-        )
-        loader = InOrderLoader(pl.read_parquet(files), batch_size, keyed=keyed).to(collective_device())
+        workflow = Workflow(*old.steps, tags=old.tags).fit(log, previous=old, progress=progress)
+        model = make(workflow)
+        check_model(model)
+        check_options(model, precision, None, 1, None)
+        model.load(before.snapshot, grow=growing)
+        state = _state_before(model, growing)
+        rows = _rows(workflow, old, log, scratch / "rows", columns, progress)
+        loader = InOrderLoader(rows, batch_size, keyed=keyed).to(collective_device())
         run = Run(model, predict, loader, goal, lambda step: 1.0, precision)
         curve, values = _learned(run, loader, named, tasks, progress)
         write_day(scratch / "whole", workflow, model, (before.weights, state), curve, values)
     return Day.load(folder)
+
+
+def _rows(
+    workflow: Workflow, old: Workflow, log: Source, folder: Path, columns: Sequence[str] | None, progress: bool
+) -> pl.DataFrame:
+    """Return the rows of the day, with today's codes, and otherwise the numbers that were known before it."""
+    past = copy.copy(workflow)
+    past.state = dataclasses.replace(old.state, vocabularies=workflow.vocabularies)
+    files = past.write(
+        log,
+        folder,
+        columns=columns,
+        training=False,
+        num_files=ranks.world_size(),
+        shuffle=False,
+        progress=progress,
+    )
+    return pl.read_parquet(files)
 
 
 def _default_metrics(goal: Objective) -> dict[str, Any]:

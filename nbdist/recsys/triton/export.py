@@ -88,6 +88,8 @@ class Ensemble:
     """The columns of a request, each with the workflow's name of its type."""
     output: str
     """The name of the output tensor, shape (rows, width)."""
+    version: int | None = None
+    """The version, where there are several."""
 
     def request(self, frame: Any) -> dict[str, Array]:
         """Return rows of raw data as the tensors of a request.
@@ -107,6 +109,22 @@ class Ensemble:
             raise ValueError(f"the frame has no column {missing[0]!r}: a request has {', '.join(self.inputs)}")
         columns = {name: as_fitted(table[name], kind) for name, kind in self.inputs.items()}
         return {name: to_request(columns[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
+
+    def load(self, client: Any) -> None:
+        """Have a running server answer with what was exported, such as a new version, without a gap.
+
+        Until a model is loaded, the server answers with what it had; each answer is of one version. The server must run
+        in Triton's model control mode "explicit", as that of `serve` does.
+
+        Args:
+            client: A client of the server, of `tritonclient.http` or `tritonclient.grpc`.
+
+        Raises:
+            tritonclient.utils.InferenceServerException: The server cannot load a model.
+        """
+        versions = [] if self.version is None else [f"{self.name}.{self.version}"]
+        for model in (f"{self.name}_preprocess", f"{self.name}_model", *versions, self.name):
+            client.load_model(model)
 
 
 def export_ensemble(
@@ -207,7 +225,7 @@ def export_ensemble(
         answers = TensorSpec(output, answer.numpy().dtype, answer.shape[1])
         batching = Batching(max_batch_size, max_queue_delay)
         _write_configs(repository, name, ensembles, steps, answers, backend, batching, number if others else None)
-    return Ensemble(path, name, steps.inputs, output)
+    return Ensemble(path, name, steps.inputs, output, version)
 
 
 def _check(

@@ -207,6 +207,8 @@ def _running(installed: _Installed, repository: Path, folder: Path, timeout: flo
     region = f"nbdist-triton-{os.getpid()}-{secrets.token_hex(4)}-"
     options = {
         "model-repository": repository,
+        "model-control-mode": "explicit",  # a client loads what was added since: see Ensemble.load
+        "load-model": "*",
         "backend-directory": folder / "backends",
         "backend-config": f"python,shm-region-prefix-name={region}",
         "http-address": _LOOPBACK,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def raw(rows: dict[int, int], waiting: dict[int, int]) -> dict[str, Any]:
 def test_raw_ids_come_and_go_in_deltas(days: list[tuple[dict[int, int], dict[int, int]]]) -> None:
     states = [raw(*day) for day in days]
     copy = states[0]
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in itertools.pairwise(states):
         copy = Delta.between(before, after).apply(copy)
         assert digest_of(copy) == digest_of(after)
     model = torch.nn.ModuleDict({"user": RawTable(2, RawIds(unknown="learned"))})
