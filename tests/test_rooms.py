@@ -62,7 +62,8 @@ MAY: dict[str, set[str]] = {
     },
     "fastai": {"shm", "replay", "recsys.loader", "recsys.parallel"},
     "recsys.recommenders": {
-        *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
+        *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval"),
+        "recsys.triton",
     },
     "recsys.days": {
         *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"),

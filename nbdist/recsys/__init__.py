@@ -2,7 +2,7 @@
 
 `datasets` has ratings to start with; `etl` makes training files from them, and `loader` makes batches from the files;
 `models` has models, `sharding` and `parallel` put them on all ranks, and `training` trains them and measures `metrics`;
-`retrieval` finds items by their vectors; `recommenders` learn from a log alone, and are compared; `triton` serves a
+`days` lets them learn day after day; `retrieval` finds items by their vectors; `recommenders` learn from a log alone, and are compared; `triton` serves a
 trained model. `io` (files) and `ranks` (values that ranks exchange) contain their common parts. This package uses the
 launcher like any notebook.
 """

@@ -16,6 +16,8 @@ from ..io.folders import atomic_folder
 from ..io.frames import Tabular, series_of
 from ..loader.columns import Ragged
 from ..retrieval.codes import codes_of
+from ..triton.export import Ensemble
+from ..triton.recommender import export_lists
 from . import log_columns, saving
 from .base import Recommender
 from .comparison import Comparison
@@ -196,6 +198,60 @@ class FittedRecommender:
         rows = self._together(self._columns.read(more, "more"))
         liked = Interactions.of(self._columns.liked(rows), self._columns.user, self._columns.item, self._columns.time)
         return FittedRecommender(self.model.unfitted().fit_to(liked), rows, self._columns, self.comparison)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        name: str = "recommend",
+        k: int = 10,
+        *,
+        history: str = "history",
+        overwrite: bool = False,
+    ) -> Ensemble:
+        """Write a Triton model repository that recommends as `recommend` does.
+
+        A request has a user's id, and a list of the ids of items that the user has taken since: they count as liked.
+        The answer has `items` and `scores`, shape (rows, k), the best first; where fewer items are left, a null and
+        minus infinity. The server needs NumPy alone.
+
+        Args:
+            path: The folder to write.
+            name: The name of the model.
+            k: The number of items for each user.
+            history: The name of the input with lists; that of the users is their column's.
+            overwrite: Whether such a model that is there is replaced. `load` of the result has a running server take
+                the new one.
+
+        Returns:
+            The exported model, which makes requests of frames.
+
+        Raises:
+            ValueError: Ids are dates, `k` is less than 1, or `name` or `history` cannot be a name.
+            FileExistsError: `path` is there, and `overwrite` is False or something else is in it.
+
+        Examples:
+            >>> from nbdist.recsys import fit_recommender
+            >>> from nbdist.recsys.recommenders import ItemKNN
+            >>> log = {"user": ["ann", "ann", "bob", "bob", "cleo"], "item": ["a", "b", "a", "b", "a"]}
+            >>> exported = fit_recommender(log, models=ItemKNN()).export("repository", k=2)
+            >>> exported.inputs, exported.output
+            ({'user': 'string', 'history': 'list[string]'}, 'items')
+            >>> exported.request({"user": ["cleo", "dave"], "history": [[], ["a"]]})["user"].tolist()
+            [[b'cleo'], [b'dave']]
+        """
+        check_count(k, least=1, name="`k`")
+        if history == self._columns.user:
+            raise ValueError(f"`history` must be another name than the users' column's, got {history!r}")
+        taken = part_of(self.model.taken, torch.from_numpy(codes_of(self._users, self.model.users)))
+        lists = {"taken": taken, "seen": self._seen}
+        arrays = {f"{what}.values": one.values.numpy() for what, one in lists.items()}
+        arrays |= {f"{what}.offsets": one.offsets.numpy() for what, one in lists.items()}
+        learned = {one: getattr(self.model, one).numpy() for one in self.model.ARRAYS if one != "_counts"}
+        popularity = self._popular if not isinstance(self.model, Popularity) else self.model
+        arrays |= {**learned, "popularity": popularity._counts.numpy()}
+        options = {"kind": type(self.model).__name__, "k": k, **self.model.parameters}
+        ids = {"users": self._users, "items": self.model.items}
+        return export_lists(path, name, (self._columns.user, history), ids, arrays, options, overwrite)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Save model and log in a folder, as JSON, Parquet and NumPy arrays. The folder appears when it is complete.

@@ -122,8 +122,8 @@ class Ensemble:
         Raises:
             tritonclient.utils.InferenceServerException: The server cannot load a model.
         """
-        versions = [] if self.version is None else [f"{self.name}.{self.version}"]
-        for model in (f"{self.name}_preprocess", f"{self.name}_model", *versions, self.name):
+        parts = [f"{self.name}_preprocess", f"{self.name}_model", f"{self.name}.{self.version}"]
+        for model in [*(part for part in parts if (self.path / part).is_dir()), self.name]:
             client.load_model(model)
 
 
@@ -228,12 +228,17 @@ def export_ensemble(
     return Ensemble(path, name, steps.inputs, output, version)
 
 
+def check_name(name: str) -> None:
+    """Raise `ValueError` for what cannot be the name of a model."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"`name` must have letters, digits, '_', '-' and '.' only, got {name!r}")
+
+
 def _check(
     model: Any, name: str, backend: str, max_batch_size: int, max_queue_delay: float, version: int | None
 ) -> None:
     """Raise an error for invalid arguments."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"`name` must have letters, digits, '_', '-' and '.' only, got {name!r}")
+    check_name(name)
     if backend not in _BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(_BACKENDS)}, got {backend!r}")
     if version is not None and version < 1:
@@ -310,12 +315,13 @@ def _plain_call(model: nn.Module, batch: Columns) -> torch.Tensor:
 
 def tensors_of(steps: ServedSteps) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Return the inputs and outputs of the model that runs a workflow's steps."""
-    raw = [_tensor(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
+    raw = [tensor_of(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
     made = [TensorSpec(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
     return raw, made
 
 
-def _tensor(column: str, kind: pa.DataType) -> TensorSpec:
+def tensor_of(column: str, kind: pa.DataType) -> TensorSpec:
+    """Return the tensor of a request that carries a column."""
     is_list = pa.types.is_large_list(kind)
     inner = kind.value_type if is_list else kind
     dtype = object if pa.types.is_large_binary(inner) else inner.to_pandas_dtype()
