@@ -246,9 +246,8 @@ class FittedRecommender:
         lists = {"taken": taken, "seen": self._seen}
         arrays = {f"{what}.values": one.values.numpy() for what, one in lists.items()}
         arrays |= {f"{what}.offsets": one.offsets.numpy() for what, one in lists.items()}
-        learned = {one: getattr(self.model, one).numpy() for one in self.model.ARRAYS if one != "_counts"}
-        popularity = self._popular if not isinstance(self.model, Popularity) else self.model
-        arrays |= {**learned, "popularity": popularity._counts.numpy()}
+        learned = {one: getattr(self.model, one).numpy() for one in self.model.ARRAYS}
+        arrays |= {**learned, "popularity": self._popular._counts.numpy()}
         options = {"kind": type(self.model).__name__, "k": k, **self.model.parameters}
         ids = {"users": self._users, "items": self.model.items}
         return export_lists(path, name, (self._columns.user, history), ids, arrays, options, overwrite)

@@ -78,8 +78,8 @@ class Recommendations:
         return ids, scores
 
     def _null(self) -> Any:
-        kind = self._items.values.dtype
-        return b"\x1a" if kind == object else np.uint64(2**64 - 0xE6) if kind == np.uint64 else -(2**63)
+        nulls = {"O": b"\x1a", "u": np.uint64(2**64 - 0xE6), "i": np.int64(-(2**63))}  # as in preprocess.py
+        return nulls[self._items.values.dtype.kind]
 
     def _list(self, name: str, users: Array) -> Array:
         """Return the items of a user, or none."""
@@ -91,7 +91,7 @@ class Recommendations:
         """Return a score for each item, float32."""
         arrays, kind = self._arrays, self._given["kind"]
         if kind == "Popularity":
-            return arrays["popularity"].copy()
+            return arrays["_counts"].copy()
         if kind == "EASE":
             return arrays["_weights"][taken].sum(0)  # type: ignore[no-any-return]
         if kind == "ItemKNN":
