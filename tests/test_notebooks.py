@@ -306,7 +306,8 @@ def test_next_movie(run: Run) -> None:
 @pytest.mark.long("notebooks")
 def test_from_a_log(run: Run) -> None:
     done = run("10_from_a_log")
-    assert "NOT MovieLens" in done.text and "is chosen: ndcg@10" in done.text and done.plots == 2
+    assert "NOT MovieLens" in done.text and "is chosen: ndcg@10" in done.text and done.plots == 3
+    assert "the same weights: True" in done.text
     assert "rated before: 0" in done.text and "the same ten: True" in done.text
     (score, count, total) = re.findall(r"score ([\d.-]+), contributions of (\d+) movies: ([\d.-]+)", done.text)[0]
     assert float(score) == pytest.approx(float(total), abs=2e-4) and int(count) > 0
