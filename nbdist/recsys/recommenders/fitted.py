@@ -23,6 +23,7 @@ from .base import Recommender
 from .comparison import Comparison
 from .hidden import Hidden, unseen
 from .interactions import Interactions, part_of, ragged_of, together
+from .intervals import table_by
 from .log_columns import LogColumns
 from .popularity import Popularity
 
@@ -155,7 +156,7 @@ class FittedRecommender:
         found = model.explain(self.model.items.gather(codes.values.numpy()), item)
         return self._columns.like(found.rename({"item": self._columns.item}))
 
-    def evaluate(self, log: Tabular, k: int = 10) -> Any:
+    def evaluate(self, log: Tabular, k: int = 10, *, by: str | None = None) -> Any:
         """Measure how well the recommender predicts the items that users took after the log ended.
 
         For each user, all items of the log are ranked that the user has not seen. Rows with a pair of user and item
@@ -164,23 +165,42 @@ class FittedRecommender:
         Args:
             log: Later rows, with the columns of the log.
             k: The number of items for each user.
+            by: A column of `log` with the segment of each user, such as a country: users are grouped by it. None: they
+                are grouped into users of the log, and new ones.
 
         Returns:
             Three rows: for all users, for users in the log, and for new users (`users` is "all", "known" or "new").
             `count` is the number of users; recall, NDCG, MRR and hit rate at k are means over users, null without
-            users; `unknown_items` is the number of rows whose item is not in the log, which count as missed.
+            users; `unknown_items` is the number of rows whose item is not in the log, which count as missed. With `by`, a
+            row for each segment: its value, `count`, and the means, each with the bounds of its 95 % interval, " low"
+            and " high" (percentiles of the bootstrap over users).
 
         Raises:
-            ValueError: A column is missing, or no row is left to be predicted.
+            ImportError: There are segments, and SciPy is not installed.
+            ValueError: A column is missing, no row is left to be predicted, or a user is in two segments.
+
+        Examples:
+            >>> from nbdist.recsys import fit_recommender
+            >>> from nbdist.recsys.recommenders import ItemKNN
+            >>> log = {"user": [1, 1, 2, 2, 3, 4], "item": ["a", "b", "a", "b", "a", "b"]}
+            >>> later = {"user": [3, 4], "item": ["b", "a"], "country": ["fr", "de"]}
+            >>> found = fit_recommender(log, models=ItemKNN()).evaluate(later, 1, by="country")
+            >>> found.select("country", "count", "recall@1", "recall@1 low").rows()
+            [('de', 1, 1.0, 1.0), ('fr', 1, 1.0, 1.0)]
         """
         check_count(k, least=1, name="`k`")
         user, item = self._columns.user, self._columns.item
-        later = unseen(self._columns.liked(self._columns.read(log)), self._rows, user, item).unique([user, item])
+        if by in (user, item):
+            raise ValueError(f"`by` must be another column than the ones of users and items, got {by!r}")
+        rows = self._columns.read(log, more=[] if by is None else [by])
+        later = unseen(self._columns.liked(rows), self._rows, user, item).unique([user, item], maintain_order=True)
         if not len(later):
             raise ValueError("`log` must have rows of a user and an item that the user has not seen, got none")
         hidden = Hidden.of(self.model.items, later, user, item, k)
         lists = self._found(hidden.users, k, None, True)["items"]
-        return self._columns.like(hidden.table(lists, self._users, self.model.items))
+        if by is None:
+            return self._columns.like(hidden.table(lists, self._users, self.model.items))
+        return self._columns.like(table_by(hidden.metrics(lists), hidden.segments(later, user, by), k))
 
     def refit(self, more: Tabular) -> FittedRecommender:
         """Learn from the log and from later rows together, with the same settings.

@@ -62,6 +62,17 @@ class Hidden:
         ranked[row, place] = torch.from_numpy(codes_of(flat["id"].cast(self.ids.dtype), self.ids))
         return per_user(ranked, self.wanted)[0]
 
+    def segments(self, rows: pl.DataFrame, user: str, by: str) -> pl.Series:
+        """Return the value of a column for each of the users. Raises `ValueError` for a user with two values."""
+        pairs = rows.select(user, by).unique(maintain_order=True)
+        if pairs[user].is_duplicated().any():
+            twice = pairs.filter(pl.col(user).is_duplicated())
+            raise ValueError(
+                f"column {by!r} must have one value for each user, got {twice[by][0]!r} and others for user "
+                f"{twice[user][0]!r}"
+            )
+        return pl.DataFrame({user: self.users}).join(pairs, on=user, how="left", maintain_order="left")[by]
+
     def table(self, lists: pl.Series, users: pl.Series, items: pl.Series) -> pl.DataFrame:
         """Return the means of the metrics of recommended lists, for all users, for the users in `users`, and for the
         other users; and how many of the items to be found are not in `items`."""

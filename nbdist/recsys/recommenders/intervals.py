@@ -23,7 +23,7 @@ def table_of(
     for row in rows:
         mine = found[row["model"]]
         for name in METRICS:
-            low, high = _interval(mine[name].numpy(), seed)
+            low, high = interval(mine[name].numpy(), seed)
             row |= {f"{name}@{k}": float(mine[name].mean()), f"{name}@{k} low": low, f"{name}@{k} high": high}
         p = _p_value((found[best][metric] - mine[metric]).numpy(), seed)
         row["p_value"] = p
@@ -33,7 +33,21 @@ def table_of(
     return pl.DataFrame(ordered).select(*first, "p_value", "verdict", "trials", "parameters", "fit_seconds")
 
 
-def _interval(values: Any, seed: int) -> tuple[float, float]:
+def table_by(found: dict[str, Tensor], segments: pl.Series, k: int, seed: int = 0) -> pl.DataFrame:
+    """Return a row for each segment of users, with the means of metrics and their intervals; nulls come first."""
+    rows = []
+    for value in segments.unique().sort():
+        some = (segments.is_null() if value is None else segments == value).fill_null(False).to_numpy()
+        row: dict[str, Any] = {segments.name: value, "count": int(some.sum())}
+        for name in METRICS:
+            values = found[name].numpy()[some]
+            low, high = interval(values, seed)
+            row |= {f"{name}@{k}": float(values.mean()), f"{name}@{k} low": low, f"{name}@{k} high": high}
+        rows.append(row)
+    return pl.DataFrame(rows, schema_overrides={segments.name: segments.dtype})
+
+
+def interval(values: Any, seed: int) -> tuple[float, float]:
     """Return the bounds of the 95 % confidence interval of a mean, by resampling users (bootstrap)."""
     from scipy.stats import bootstrap
 

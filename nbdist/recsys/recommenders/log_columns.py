@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ class LogColumns:
         """The columns that are used."""
         return [name for name in (self.user, self.item, self.time, self.rating) if name is not None]
 
-    def read(self, log: Tabular, name: str = "log") -> pl.DataFrame:
-        """Read the columns that are used. Raises `ValueError` if a column is missing or an id is null."""
-        return self._checked(columns_of(log, *self.columns(), name=name))
+    def read(self, log: Tabular, name: str = "log", more: Sequence[str] = ()) -> pl.DataFrame:
+        """Read the columns that are used, and `more`. Raises `ValueError` if a column is missing or an id is null."""
+        return self._checked(columns_of(log, *self.columns(), *more, name=name))
 
     def read_history(self, rows: Tabular) -> pl.DataFrame:
         """Read the columns of users and items, and the column of ratings if there is one."""

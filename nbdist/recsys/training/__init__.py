@@ -5,7 +5,19 @@ from .evaluation import evaluate
 from .history import History, Record
 from .objective import log_loss
 from .schedule import Schedule, warmup_decay
+from .segments import evaluate_by
 from .snapshots import Snapshots
 from .train import fit
 
-__all__ = ["Callback", "History", "Record", "Schedule", "Snapshots", "evaluate", "fit", "log_loss", "warmup_decay"]
+__all__ = [
+    "Callback",
+    "History",
+    "Record",
+    "Schedule",
+    "Snapshots",
+    "evaluate",
+    "evaluate_by",
+    "fit",
+    "log_loss",
+    "warmup_decay",
+]

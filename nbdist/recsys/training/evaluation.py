@@ -205,7 +205,7 @@ def add_rows(
             rows = [*rows, *[None] * (3 - len(rows)), weights]
         for name, metric in metrics.items():
             if tasks[name] == task:
-                _update(name, metric, *rows)
+                update(name, metric, *rows)
         _check_numbers(rows[0])
 
 
@@ -234,9 +234,10 @@ def _check_numbers(predictions: Tensor) -> None:
         )
 
 
-def _update(
+def update(
     name: str, metric: Metric, predictions: Tensor, targets: Tensor, users: Tensor | None = None, *weights: Tensor
 ) -> None:
+    """Add rows to a metric, with what it takes of them."""
     rows = [predictions, targets]
     if isinstance(metric, (Grouped, RetrievalMetric)):
         if users is None:

@@ -1,0 +1,171 @@
+"""Metrics of a model by segments of the rows, with intervals."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from ...checks import check_count
+from .. import ranks
+from ..loader.base import Loader
+from ..parallel.protocol import Parallel
+from .evaluation import Precision, Predict, check_metrics, check_precision, evaluating, forward, update
+
+
+def evaluate_by(
+    model: Parallel | nn.Module,
+    predict: Predict,
+    loader: Loader,
+    metrics: Mapping[str, Metric],
+    by: str,
+    *,
+    resamples: int = 200,
+    seed: int = 0,
+    precision: Precision | None = None,
+) -> pl.DataFrame:
+    """Return the metrics of each segment of the rows, with intervals. All ranks must call it, and get the same frame.
+
+    Intervals are percentiles of the bootstrap, which draws rows; where `predict` returns users, it draws users, with
+    all their rows. Rank 0 computes them, from the predictions of all ranks.
+
+    Args:
+        model, predict, loader, precision: As for `evaluate`; with one task.
+        metrics: Name → metric.
+        by: The column of a batch with the segment of each row: integers, booleans or floats, shape (rows,).
+        resamples: The number of draws for an interval.
+        seed: Of the draws.
+
+    Returns:
+        A row for each segment, in the order of their values: `by`, `rows`, and for each metric its value, and " low"
+        and " high", the bounds of the 95 % interval. A metric that cannot be computed of a segment, such as the AUC of
+        rows with one label, is NaN; draws of which it cannot be computed are left out.
+
+    Raises:
+        ImportError: SciPy is not installed.
+        ValueError: A batch has no such column, or the predictions are of several tasks.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.metrics import RMSE
+        >>> from nbdist.recsys.training import evaluate_by
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]), batch["y"]
+        >>> def errors():
+        ...     x = torch.arange(10.0)
+        ...     rows = MemoryLoader({"x": x, "y": x + 1 + (x > 4), "large": x > 4}, 2)
+        ...     return evaluate_by(torch.nn.Identity(), predict, rows, {"rmse": RMSE()}, "large")
+        >>> in_ddp(2, errors).rows()
+        [(False, 5, 1.0, 1.0, 1.0), (True, 5, 2.0, 2.0, 2.0)]
+    """
+    from scipy.stats import bootstrap  # noqa: F401  # before the model is asked
+
+    check_precision(precision)
+    check_metrics(metrics)
+    check_count(resamples, least=2, name="`resamples`")
+    check_count(seed, least=0, name="`seed`")
+    module = model if isinstance(model, nn.Module) else model.model
+    columns = _all_rows(module, predict, loader, by, precision)
+
+    def table() -> pl.DataFrame:
+        segments = columns[-1]
+        assert segments is not None
+        found = []
+        for value in segments.unique():
+            part = [None if one is None else one[segments == value] for one in columns[:-1]]
+            row: dict[str, Any] = {by: value.item(), "rows": int((segments == value).sum())}
+            for name, metric in metrics.items():
+                own = _alone(metric)
+                low, high = _interval(name, own, part, resamples, seed)
+                row |= {name: _value(name, own, part), f"{name} low": low, f"{name} high": high}
+            found.append(row)
+        return pl.DataFrame(found)
+
+    return ranks.on_rank_0(table)
+
+
+def _all_rows(
+    module: nn.Module, predict: Predict, loader: Loader, by: str, precision: Precision | None
+) -> list[Tensor | None]:
+    """Return predictions, targets, users, weights and segments of all ranks' rows, on the CPU; None for what is not
+    there."""
+    parts: list[list[Tensor | None]] = []
+    with evaluating(module):
+        for batch in loader:
+            segment = batch.get(by) if isinstance(batch, Mapping) else None
+            if not isinstance(segment, Tensor) or segment.ndim != 1:
+                raise ValueError(f"`by`: the batch has no column {by!r} with one number per row")
+            found = [*forward(module, predict, batch, precision), None, None][:4]
+            kept = len(segment) - loader.repeats
+            parts.append([None if one is None else one[:kept].cpu() for one in (*found, segment)])
+    mine = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
+    everyone = zip(*ranks.all_gather(mine), strict=True)
+    return [None if column[0] is None else torch.cat(column) for column in everyone]  # type: ignore[arg-type]
+
+
+def _alone(metric: Metric) -> Metric:
+    """Return a copy of a metric that computes the rows of this process."""
+    found = copy.deepcopy(metric).cpu()
+    found.sync_on_compute = False
+    return found
+
+
+def _value(name: str, metric: Metric, rows: Sequence[Tensor | None]) -> float:
+    metric.reset()
+    predictions, targets, users, weights = rows
+    try:
+        update(name, metric, predictions, targets, users, *([] if weights is None else [weights]))
+        return float(metric.compute())
+    except ValueError:  # of such rows it cannot be computed
+        return math.nan
+
+
+def _interval(
+    name: str, metric: Metric, rows: Sequence[Tensor | None], resamples: int, seed: int
+) -> tuple[float, float]:
+    """Return the bounds of the 95 % interval."""
+    from scipy.stats import bootstrap
+
+    users = rows[2]
+    count = len(rows[0])  # type: ignore[arg-type]
+    groups = [torch.arange(one, one + 1) for one in range(count)] if users is None else _rows_of_users(users)
+    if len(groups) < 2:
+        value = _value(name, metric, rows)
+        return value, value
+
+    def statistic(drawn: Any) -> float:
+        chosen = [groups[one] for one in drawn.tolist()]
+        places = torch.cat(chosen)
+        some = [None if one is None else one[places] for one in rows]
+        if users is not None:  # who is drawn twice is two users
+            lengths = torch.tensor([len(one) for one in chosen])
+            some[2] = torch.arange(len(chosen)).repeat_interleave(lengths)
+        return _value(name, metric, some)
+
+    drawn = bootstrap(
+        (np.arange(len(groups)),),
+        statistic,
+        n_resamples=resamples,
+        vectorized=False,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).bootstrap_distribution
+    drawn = drawn[~np.isnan(drawn)]
+    if not len(drawn):
+        return math.nan, math.nan
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _rows_of_users(users: Tensor) -> list[Tensor]:
+    _, numbers = users.unique(return_inverse=True)
+    return list(numbers.argsort(stable=True).split(numbers.bincount().tolist()))
