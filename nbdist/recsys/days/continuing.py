@@ -61,7 +61,8 @@ def continue_training(
 ) -> Day:
     """Learn a day's rows, each once and in their order, and save the day. All ranks must call it.
 
-    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones.
+    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones, or those of ids that
+       have passed their `time_to_live` (see `Categorify`), whose rows and optimizer state begin anew.
     2. `make` builds the model with so many codes; weights and optimizer state are yesterday's. Rows of new ids begin as
        the mean of the known ones (`Vocabulary.unknown_weights`).
     3. Each step's rows are predicted, in evaluation mode, before the step is taken: loss and metrics of these
@@ -125,14 +126,18 @@ def continue_training(
     named, tasks = by_task(_default_metrics(goal) if metrics is None else metrics)
     check_metrics(named)
     old = before.workflow
-    growing = _growing(old, before.snapshot, tables)
+    columns_of = _columns_of(old, before.snapshot, tables)
     with atomic_folder(folder, FILES, overwrite) as scratch:
         workflow = Workflow(*old.steps, tags=old.tags).fit(log, previous=old, progress=progress)
         model = make(workflow)
         check_model(model)
         check_options(model, precision, None, 1, None)
-        model.load(before.snapshot, grow=growing)
-        state = _state_before(model, growing)
+        renewed = {key: workflow.vocabularies[one].renewed(old.vocabularies[one]) for key, one in columns_of.items()}
+        parts = {key: old.vocabularies[one].unknown_weights() for key, one in columns_of.items()}
+        model.load(before.snapshot, grow=parts)
+        state = _state_before(model, parts)
+        if any(len(rows) for rows in renewed.values()):  # what they were belongs to the state before
+            model.load(before.snapshot, grow=parts, renew=renewed)
         rows = _rows(workflow, old, log, scratch / "rows", columns, progress)
         loader = InOrderLoader(rows, batch_size, keyed=keyed).to(collective_device())
         run = Run(model, predict, loader, goal, lambda step: 1.0, precision)
@@ -167,28 +172,28 @@ def _default_metrics(goal: Objective) -> dict[str, Any]:
     return found.get(ONLY, found)  # type: ignore[arg-type, return-value]
 
 
-def _growing(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None) -> dict[str, Tensor]:
-    """Return the weights of tables of codes: name in the snapshot → the part of each row in the rows of new ids."""
+def _columns_of(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the weights of tables of codes: name in the snapshot → a column that is looked up there."""
+    if foreign := (tables or {}).keys() - old.vocabularies.keys():
+        raise ValueError(f"`tables` must have columns of codes, {', '.join(old.vocabularies)}, got {min(foreign)!r}")
     saved = [key.removeprefix("model.") for key in contents(snapshot) if key.startswith("model.")]
     found = {}
-    for column, vocabulary in old.vocabularies.items():
+    for column in old.vocabularies:
         name = (tables or {}).get(column, column)
         keys = [key for key in saved if f".{key}".endswith((f".{name}", f".{name}.weight"))]
         if not keys and name != column:
             raise ValueError(f"`tables` must name weights of {snapshot}, got {name!r} for column {column!r}")
-        found |= dict.fromkeys(keys, vocabulary.unknown_weights())
-    if foreign := (tables or {}).keys() - old.vocabularies.keys():
-        raise ValueError(f"`tables` must have columns of codes, {', '.join(old.vocabularies)}, got {min(foreign)!r}")
+        found |= dict.fromkeys(keys, column)
     return found
 
 
-def _state_before(model: Parallel, growing: Mapping[str, Tensor]) -> dict[str, Any]:
+def _state_before(model: Parallel, parts: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return, on rank 0, the state of the day before, without rows that no code had."""
     whole = model.gather()
     if whole is None:
         return {}
     state = whole.state_dict()
-    return {name: value[: len(growing[name])] if name in growing else value for name, value in state.items()}
+    return {name: value[: len(parts[name])] if name in parts else value for name, value in state.items()}
 
 
 def _learned(

@@ -48,6 +48,8 @@ class Vocabulary:
     """The number of occurrences of code 0."""
     bucket_counts: pl.Series
     """The number of occurrences of each of the codes 1 to `num_buckets`, which are values too rare to be known."""
+    ages: pl.Series | None = None
+    """The number of fits since each value was seen, int64. None: values stay for ever."""
 
     @classmethod
     def of(
@@ -58,6 +60,7 @@ class Vocabulary:
         max_size: int | None,
         num_buckets: int,
         previous: Vocabulary | None,
+        time_to_live: int | None = None,
     ) -> Vocabulary:
         """Make the vocabulary of counted values.
 
@@ -68,16 +71,21 @@ class Vocabulary:
             max_size: The largest number of codes, including null and unseen. None: any number.
             num_buckets: The number of codes for unknown values.
             previous: An earlier vocabulary. Its values keep their codes, and its counts are added.
+            time_to_live: The number of fits without a value after which its code goes to a new one. None: it stays.
         """
         seen = counted.drop_nulls("value")
         new = seen.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
+        new = new.with_columns(age=pl.lit(0, pl.Int64))
         old = new.clear()
         if previous is not None:
             values = previous.values.cast(seen.schema["value"])  # integers of another type
-            old = pl.DataFrame({"value": values, "count": previous.counts})
+            ages = previous.ages if previous.ages is not None else pl.zeros(len(values), pl.Int64, eager=True)
+            old = pl.DataFrame({"value": values, "count": previous.counts, "age": ages})
             again = old.join(seen, on="value", how="left", maintain_order="left")["count_right"].fill_null(0)
-            old = old.with_columns(pl.col("count") + again)
+            old = old.with_columns(pl.col("count") + again, age=pl.when(again > 0).then(0).otherwise(pl.col("age") + 1))
             new = new.join(old, on="value", how="anti", maintain_order="left")
+            if time_to_live is not None:
+                old, new = _replaced(old, new, time_to_live)
         if max_size is not None:
             new = new.head(max(0, max_size - 1 - num_buckets - len(old)))
         kept = pl.concat([old, new]).rechunk()
@@ -89,7 +97,7 @@ class Vocabulary:
         nulls = int(counted.filter(pl.col("value").is_null())["count"].sum())
         if previous is not None:
             nulls, buckets = nulls + previous.nulls, buckets + previous.bucket_counts
-        return cls(kept["value"], kept["count"], lists, nulls, buckets)
+        return cls(kept["value"], kept["count"], lists, nulls, buckets, kept["age"] if time_to_live else None)
 
     @property
     def num_buckets(self) -> int:
@@ -137,6 +145,12 @@ class Vocabulary:
         else:
             weights[self.first_code :] = torch.from_numpy(self.counts.to_numpy(writable=True))
         return (weights / weights.sum()).float()
+
+    def renewed(self, previous: Vocabulary) -> torch.Tensor:
+        """Return the codes that have gone from a value of an earlier vocabulary to another one, int64."""
+        before, now = (one.values.cast(self.values.dtype) for one in (previous, self))
+        places = (before != now.head(len(before))).arg_true()
+        return torch.from_numpy(places.cast(pl.Int64).to_numpy(writable=True)) + self.first_code
 
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
         """Add a column `codes` to a frame, with the codes of `column`: int64, or lists of int64, without nulls.
@@ -186,6 +200,15 @@ class Vocabulary:
     def filled(self, codes: pl.Expr) -> pl.Expr:
         """Replace nulls by the code of null."""
         return codes.fill_null(pl.lit([NULL_CODE], pl.List(pl.Int64)) if self.lists else pl.lit(NULL_CODE, pl.Int64))
+
+
+def _replaced(old: pl.DataFrame, new: pl.DataFrame, time_to_live: int) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Give the places of values that are too old to new values; return both, without the new ones that have a place."""
+    free = (old["age"] >= time_to_live).arg_true().head(len(new))
+    taken = new.head(len(free)).with_columns(place=free.cast(pl.Int64))
+    numbered = old.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64))
+    kept = numbered.join(taken, on="place", how="anti")
+    return pl.concat([kept, taken]).sort("place").drop("place"), new.slice(len(free))
 
 
 def _bucket(value: pl.Expr, dtype: pl.DataType, num_buckets: int) -> pl.Expr:

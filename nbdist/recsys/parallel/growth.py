@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,26 @@ Growth = Mapping[str, torch.Tensor]
 for the new rows."""
 
 
+Renewed = Mapping[str, torch.Tensor]
+"""A mapping from such a name to rows of the weight that begin as new ones do."""
+
+
+class Grown(NamedTuple):
+    """A table that grows."""
+
+    old: int
+    """Its rows in the checkpoint."""
+    new: int
+    """Its rows here."""
+    parts: torch.Tensor
+    """The weight of each row in the mean for the new ones."""
+    renewed: torch.Tensor
+    """Rows that are in the checkpoint, and begin as new ones do: int64."""
+
+
+Growing = Mapping[str, Grown]
+"""Tables that grow, by the key of their weights."""
+
 _FROM_ZERO = {
     *("sum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adagrad and its row-wise kin; Adam and its kin
     *("momentum_buffer", "square_avg", "grad_avg", "acc_delta"),  # SGD, RMSprop, Adadelta
@@ -26,25 +46,26 @@ _FROM_ZERO = {
 
 
 def resolve(
-    grow: Growth, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
-) -> dict[str, tuple[int, int, torch.Tensor]]:
-    """Find the tables that grow.
+    grow: Growth, renew: Renewed, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
+) -> dict[str, Grown]:
+    """Find the tables that grow, by the keys of their weights.
 
     Args:
-        grow: The argument `grow` of `load`.
+        grow, renew: The arguments of `load`.
         weights: The weights of the model, by their keys.
         saved: The content of the checkpoint, by key.
         folder: The folder of the checkpoint, for the message.
 
     Returns:
-        By the key of a weight: its number of rows in the checkpoint, its number of rows in the model, and the weights
-        of the mean with which new rows start.
+        The tables that grow, by the keys of their weights.
 
     Raises:
         ValueError: A name in `grow` is not the name of one weight; a weight is not in the checkpoint, or has more rows
             there than in the model; or the weights of the mean are not one for each row of the checkpoint.
     """
     found = {}
+    if foreign := renew.keys() - grow.keys():
+        raise ValueError(f"renew: {min(foreign)!r} must be in `grow`, too, which says what its new rows begin as")
     for name, parts in grow.items():
         keys = [key for key in weights if f".{key}".endswith((f".{name}", f".{name}.weight"))]
         if len(keys) != 1:
@@ -63,16 +84,19 @@ def resolve(
                 f"grow: {name!r} must have a weight for each of its {old} rows in {folder}, got {len(parts)}: give "
                 "`unknown_weights` of the workflow that the checkpoint was trained with"
             )
-        found[key] = (old, new, parts)
+        renewed = renew.get(name, torch.empty(0, dtype=torch.int64))
+        if len(renewed) and not (int(renewed.min()) >= 0 and int(renewed.max()) < len(parts)):
+            raise ValueError(f"renew: rows of {name!r} must be below {len(parts)}, got {int(renewed.max())}")
+        found[key] = Grown(old, new, parts, renewed)
     return found
 
 
 def pad_states(
     states: dict[str, Any],
-    growing: Mapping[str, tuple[int, int, torch.Tensor]],
+    growing: Growing,
     folder: str | os.PathLike[str],
 ) -> None:
-    """Add zeros, the initial value, for the new rows to the state that torch's optimizers keep of a weight's rows.
+    """Set the state that torch's optimizers keep of a weight's new rows to zeros, the initial value.
 
     Args:
         states: A loaded state, with the entries of `optimizers.empty_state`. It is changed.
@@ -82,9 +106,13 @@ def pad_states(
     Raises:
         ValueError: An optimizer's state may not begin with zeros.
     """
-    for key, (old, new, _) in growing.items():
+    for key, (old, new, _, renewed) in growing.items():
         for name, value in states.items():
-            if new == old or not name.startswith(f"dense.{key}.") or not isinstance(value, torch.Tensor):
+            if (
+                (new == old and not len(renewed))
+                or not name.startswith(f"dense.{key}.")
+                or not isinstance(value, torch.Tensor)
+            ):
                 continue
             if not value.ndim:  # a count of steps
                 continue
@@ -95,9 +123,36 @@ def pad_states(
                     f"rows of {key}. Use load(..., optimizer=False) to load only the weights"
                 )
             states[name] = torch.cat([value, value.new_zeros(new - old, *value.shape[1:])])
+            states[name][renewed] = 0
 
 
-def clipped(state: Any, growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> Any:
+@torch.no_grad()
+def renew_states(states: Any, growing: Growing) -> None:
+    """Set the state of sharded tables' optimizers to zeros for the rows that begin as new ones do.
+
+    Args:
+        states: A loaded state as `clipped` has returned it, without the weights. It is changed.
+        growing: The result of `resolve`.
+    """
+
+    def renew(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                renew(inner, f"{path}.{key}")
+            return
+        for key, (old, _, _, renewed) in growing.items():
+            if f".{key}." not in f"{path}." or not len(renewed) or not _grows(value, old):
+                continue
+            split = hasattr(value, "local_shards")
+            shards = [(s.tensor, s.metadata.shard_offsets[0]) for s in value.local_shards()] if split else [(value, 0)]
+            for tensor, first in shards:
+                rows = renewed - first % old
+                tensor[rows[(rows >= 0) & (rows < len(tensor))]] = 0
+
+    renew(states, "")
+
+
+def clipped(state: Any, growing: Growing) -> Any:
     """Return a state with the shapes of the checkpoint: tensors that grow are views of the old rows.
 
     Args:
@@ -108,7 +163,7 @@ def clipped(state: Any, growing: Mapping[str, tuple[int, int, torch.Tensor]]) ->
     def clip(value: Any, path: str) -> Any:
         if isinstance(value, dict):
             return {key: clip(inner, f"{path}.{key}") for key, inner in value.items()}
-        for key, (old, new, _) in growing.items():
+        for key, (old, new, _, _) in growing.items():
             if old < new and f".{key}." in f"{path}." and _grows(value, new):
                 return _sharded(value, old, new) if hasattr(value, "local_shards") else value[:old]
         return value
@@ -150,12 +205,12 @@ def _sharded(value: Any, old: int, new: int) -> Any:
 
 
 @torch.no_grad()
-def fill_new(weights: Mapping[str, Any], growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> None:
+def fill_new(weights: Mapping[str, Any], growing: Growing) -> None:
     """Set the new rows of weights to the weighted mean of the old rows. All ranks must call it.
 
     Rows that the checkpoint has, but that belonged to no code, are new rows, too.
     """
-    for key, (_, _, parts) in growing.items():
+    for key, (_, _, parts, renewed) in growing.items():
         weight = weights[key]
         split = hasattr(weight, "local_shards")
         shards = [(s.tensor, s.metadata.shard_offsets) for s in weight.local_shards()] if split else [(weight, (0, 0))]
@@ -166,4 +221,7 @@ def fill_new(weights: Mapping[str, Any], growing: Mapping[str, tuple[int, int, t
         if split:
             dist.all_reduce(mean)
         for tensor, (row, column) in shards:
-            tensor[max(0, len(parts) - row) :] = mean[column : column + tensor.shape[1]].to(tensor)
+            own = mean[column : column + tensor.shape[1]].to(tensor)
+            tensor[max(0, len(parts) - row) :] = own
+            rows = renewed - row
+            tensor[rows[(rows >= 0) & (rows < len(tensor))]] = own

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .growth import Growth
+from .growth import Growth, Renewed
 
 
 class Ahead(Protocol):
@@ -49,7 +49,14 @@ class Parallel(Protocol):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save weights and optimizer state with `torch.distributed.checkpoint`."""
 
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        optimizer: bool = True,
+        grow: Growth | None = None,
+        renew: Renewed | None = None,
+    ) -> None:
         """Load a checkpoint of `save`, on any number of ranks.
 
         Args:
@@ -59,6 +66,8 @@ class Parallel(Protocol):
                 of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
                 of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
                 optimizer has no state yet.
+            renew: A mapping from these names to rows of the checkpoint whose codes have gone to other values, so that
+                they begin as new ones do: `Vocabulary.renewed` of today's.
 
         Raises:
             ValueError: The checkpoint is of another model, or of another optimizer.

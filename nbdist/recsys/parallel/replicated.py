@@ -21,7 +21,7 @@ from . import buffers, checkpoint, growth, raw_files
 from . import optimizer_state as optimizers
 from .common_tables import CommonTables, sparse_tables
 from .copied_tables import CopiedTables
-from .growth import Growth
+from .growth import Growth, Renewed
 from .optimizer_choice import MakeOptimizer, check_eps, maker
 from .raw_tables import RawTables, raw_tables
 
@@ -104,7 +104,14 @@ class Replicated:
             raw_files.save(folder, self._raw)
         checkpoint.save(folder, state | optimizers.state_of([self._named()]))
 
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        optimizer: bool = True,
+        grow: Growth | None = None,
+        renew: Renewed | None = None,
+    ) -> None:
         """Load a checkpoint of `save`, on any number of ranks; or the weights of a checkpoint of `Sharded.save`.
 
         Args:
@@ -114,13 +121,15 @@ class Replicated:
                 of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
                 of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
                 optimizer has no state yet.
+            renew: A mapping from these names to rows of the checkpoint whose codes have gone to other values, so that
+                they begin as new ones do: `Vocabulary.renewed` of today's.
 
         Raises:
             ValueError: The checkpoint is of another model or optimizer, or a table cannot grow in this way.
         """
         state: dict[str, Any] = {"model": self._weights()} | raw_files.checkpoint_part(self._raw)
         saved = checkpoint.contents(folder)
-        growing = growth.resolve(grow or {}, state["model"], saved, folder)
+        growing = growth.resolve(grow or {}, renew or {}, state["model"], saved, folder)
         there = growth.clipped(state, growing)
         if optimizer:
             there |= optimizers.empty_state([self._named()], saved, folder)

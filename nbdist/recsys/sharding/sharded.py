@@ -16,7 +16,7 @@ from ...devices import collective_device
 from ..parallel import buffers, checkpoint, growth
 from ..parallel import optimizer_state as optimizers
 from ..parallel.checkpoint import no_future_warnings
-from ..parallel.growth import Growth
+from ..parallel.growth import Growth, Renewed
 from .plan import Plan
 
 if TYPE_CHECKING:  # so that this can be imported without TorchRec
@@ -160,7 +160,14 @@ class Sharded:
         state = {"model": self._weights(), "steps": _steps(self.optimizer)} | self._fused_state()
         checkpoint.save(folder, state | optimizers.state_of(_dense(self.optimizer)))
 
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        optimizer: bool = True,
+        grow: Growth | None = None,
+        renew: Renewed | None = None,
+    ) -> None:
         """Load a checkpoint of `save`, on any number of ranks and with any strategies. All ranks must call it.
 
         Args:
@@ -170,6 +177,8 @@ class Sharded:
                 of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
                 of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
                 optimizer has no state yet.
+            renew: A mapping from these names to rows of the checkpoint whose codes have gone to other values, so that
+                they begin as new ones do: `Vocabulary.renewed` of today's.
 
         Raises:
             ValueError: The checkpoint has other tables, the optimizer's state does not fit these strategies, or a table
@@ -179,7 +188,7 @@ class Sharded:
         saved = checkpoint.contents(folder)
         with no_future_warnings():
             state: dict[str, Any] = {"model": self._weights()}
-            growing = growth.resolve(grow or {}, state["model"], saved, folder)
+            growing = growth.resolve(grow or {}, renew or {}, state["model"], saved, folder)
             if optimizer:
                 state |= {"steps": _steps(self.optimizer)} | self._fused_state()
             there = growth.clipped(state, growing)
@@ -190,6 +199,7 @@ class Sharded:
             self.model.load_state_dict(state["model"])
         if optimizer:
             growth.pad_states(there, growing, folder)
+            growth.renew_states({"optimizer": there.get("optimizer", {})}, growing)
             optimizers.set_state(dense, there, folder)
             from .deferred import counters
 

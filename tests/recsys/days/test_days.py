@@ -162,6 +162,39 @@ def test_what_is_predicted_contains_nothing_of_the_days_labels(sessions: Session
     assert today.to_list() == pytest.approx([0.5] * 40), "tomorrow both days are known"
 
 
+def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: Path) -> None:
+    """The tables stop growing, and the delta has the rows that began anew."""
+    logs = [pl.DataFrame({"user": users, "item": [0] * 8, "liked": [True, False] * 4}) for users in days_of_users()]
+
+    def all_days() -> list[tuple[Day, Any]]:
+        workflow = Workflow(Categorify("user", "item", time_to_live={"user": 2})).fit(logs[0], progress=False)
+        model = make("dense", workflow)
+        day = save_day(tmp_path / "0", workflow, model)
+        found = [(day, model.gather())]
+        for number, log in enumerate(logs[1:], 1):
+
+            def build(workflow: Workflow) -> Any:
+                nonlocal model
+                model = make("dense", workflow)
+                return model
+
+            day = continue_training(day, log, tmp_path / str(number), build, predict, batch_size=4, progress=False)
+            found.append((day, model.gather()))
+        return found
+
+    days = sessions[2].run(all_days)
+    sizes = [day.workflow.vocabularies["user"].size for day, _ in days]
+    assert sizes == [10, 18, 18, 18], "from the third day on, new users get the codes of those of two days before"
+    state = days[0][1].state_dict()
+    for day, model in days[1:]:
+        state = day.delta.apply(state)
+        assert digest_of(state) == digest_of(model.state_dict())
+
+
+def days_of_users() -> list[list[int]]:
+    return [list(range(8 * day, 8 * day + 8)) for day in range(4)]
+
+
 def test_several_tasks_with_weights_and_metrics(sessions: Sessions, tmp_path: Path) -> None:
     rows = day_of(0).with_columns(stars=pl.col("item") / 6, rated=pl.col("user") % 2 == 0)
 

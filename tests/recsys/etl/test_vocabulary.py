@@ -258,3 +258,45 @@ def test_a_vocabulary_without_a_value_is_served(tmp_path: Path) -> None:
     result.write(tmp_path)
     request = Ensemble(tmp_path, "", result.inputs, "").request(pl.DataFrame({"genre": ["war", None]}))
     assert preprocess.Preprocessing(tmp_path)(request)["genre"].tolist() == [[1], [0]]
+
+
+LOGS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LOGS, st.integers(1, 3))
+def test_codes_of_old_values_go_to_new_ones(logs: list[list[int]], time: int) -> None:
+    """Against a list of the values with the day on which each was last seen."""
+    workflow, codes, seen = None, [], {}
+    for day, log in enumerate(logs):
+        before = None if workflow is None else workflow.vocabularies["user"]
+        fitted = Workflow(Categorify("user", time_to_live=time))
+        workflow = fitted.fit(pl.DataFrame({"user": log}), previous=workflow, progress=False)
+        seen |= dict.fromkeys(log, day)
+        new = sorted(set(log) - set(codes), key=lambda one: (-log.count(one), one))
+        free = [place for place, value in enumerate(codes) if day - seen[value] >= time][: len(new)]
+        for place, value in zip(free, new, strict=False):
+            codes[place] = value
+        codes += new[len(free) :]
+        vocabulary = workflow.vocabularies["user"]
+        assert vocabulary.values.to_list() == codes
+        assert vocabulary.ages is not None and vocabulary.ages.to_list() == [day - seen[one] for one in codes]
+        if before is not None:
+            assert vocabulary.renewed(before).tolist() == [place + 2 for place in free]
+        assert all(day - seen[one] < time for one in codes) or len(free) == len(new), "codes are given again first"
+
+
+def test_a_time_to_live_is_saved_and_checked(tmp_path: Path) -> None:
+    workflow = Workflow(Categorify("user", "movie", time_to_live={"user": 2}))
+    for number, users in enumerate((["a", "b"], ["b", "b"], ["b", "c"])):
+        rows = pl.DataFrame({"user": users, "movie": users})
+        previous = None if not number else workflow
+        workflow = Workflow(*workflow.steps).fit(rows, previous=previous, progress=False)
+        workflow.save(tmp_path / str(number))
+        workflow = Workflow.load(tmp_path / str(number))
+    assert workflow.vocabularies["user"].values.to_list() == ["c", "b"], "a had not been seen for two fits"
+    assert workflow.vocabularies["movie"].values.to_list() == ["a", "b", "c"]
+    assert workflow.vocabularies["user"].counts.to_list() == [1, 4]
+    assert "time_to_live={'user': 2}" in repr(workflow)
+    with pytest.raises(ValueError, match="`time_to_live` of column 'user' must be at least 1, got 0"):
+        Categorify("user", time_to_live=0)

@@ -167,3 +167,61 @@ def test_the_next_day_in_one_piece(session: Session, tmp_path: Path) -> None:
     torch.testing.assert_close({user: now[user] for user in was}, was, rtol=0, atol=0)
     torch.testing.assert_close(now["zoe"], (2 * was["bob"] + was["ann"]) / 3)
     torch.testing.assert_close(now["abe"], now["zoe"])
+
+
+@pytest.mark.parametrize(
+    ("how", "optimizer"),
+    [
+        ("replicate", ""),
+        ("row_wise", "rowwise_adagrad"),
+        ("column_wise", "adagrad"),
+        pytest.param("grid_shard", "adagrad", marks=MORE),
+    ],
+)
+@pytest.mark.parametrize("rows", [OLD, NEW])
+def test_rows_that_go_to_another_value_begin_as_new_ones(
+    session: Session, tmp_path: Path, how: str, optimizer: str, rows: int
+) -> None:
+    """With their optimizer's state: a row that was trained learns as one that never was."""
+
+    def step(model: Any, one: int) -> None:
+        loss = (model.model(torch.full((8,), one)) - 1).square().mean()
+        model.optimizer.zero_grad()
+        loss.backward()
+        model.optimizer.step()
+
+    def begin() -> nn.Module:
+        model = build(how, optimizer, OLD)
+        for _ in range(3):
+            step(model, 3)
+        model.save(tmp_path)
+        return model.gather()
+
+    def go_on(trained: int) -> list[nn.Module]:
+        model = build(how, optimizer, rows)
+        model.load(tmp_path, grow={"users": torch.ones(OLD) / OLD}, renew={"users": torch.tensor([3, 40])})
+        before = model.gather()
+        step(model, trained)
+        return [before, model.gather()]
+
+    old = session.run(begin).tables.embedding_bags["users"].weight
+    expected, ends = old.clone(), []
+    expected[[3, 40]] = old.mean(0)
+    for one in (3, 40):
+        before, after = (model.tables.embedding_bags["users"].weight for model in session.run(go_on, one))
+        torch.testing.assert_close(before[:OLD], expected)
+        assert not torch.equal(after[one], before[one])
+        ends.append(after[one])
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_rows_to_renew_are_those_of_a_table_that_grows(session: Session, tmp_path: Path) -> None:
+    session.run(yesterday, "row_wise", "adagrad", tmp_path)
+
+    def load(grow: Any, renew: Any) -> None:
+        build("row_wise", "adagrad", NEW).load(tmp_path, grow=grow, renew=renew)
+
+    with pytest.raises(ValueError, match="renew: 'users' must be in `grow`, too"):
+        session.run(load, {}, {"users": torch.tensor([1])})
+    with pytest.raises(ValueError, match=f"renew: rows of 'users' must be below {OLD}, got {OLD}"):
+        session.run(load, {"users": torch.ones(OLD) / OLD}, {"users": torch.tensor([OLD])})

@@ -33,6 +33,9 @@ class Categorify(Step):
         num_buckets: The number of codes for values that are not in the vocabulary. If there are several, the hash of a
             value selects one, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
             max_size=n + 1`` there is no vocabulary: each value is hashed. It may be a mapping from columns to numbers.
+        time_to_live: The number of calls of `fit` with `previous=`, such as days, without a row of a value after which
+            its code goes to a new value, if there is one: the vocabulary stops growing. None: codes stay for ever. It
+            may be a mapping from columns to numbers. See `Vocabulary.renewed`.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -58,6 +61,7 @@ class Categorify(Step):
         min_count: int | Mapping[str, int] = 1,
         max_size: int | Mapping[str, int] | None = None,
         num_buckets: int | Mapping[str, int] = 1,
+        time_to_live: int | Mapping[str, int] | None = None,
     ) -> None:
         self.groups = [names_of(group) for group in columns]
         """The columns of each vocabulary."""
@@ -65,6 +69,10 @@ class Categorify(Step):
         self.min_count: dict[str, int] = self._each("min_count", min_count, 1)
         self.max_size: dict[str, int | None] = self._each("max_size", max_size, None)
         self.num_buckets: dict[str, int] = self._each("num_buckets", num_buckets, 1)
+        self.time_to_live: dict[str, int | None] = self._each("time_to_live", time_to_live, None)
+        for name, time in self.time_to_live.items():
+            if time is not None and require_integer(time, "Categorify: time_to_live") < 1:
+                raise ValueError(f"Categorify: `time_to_live` of column {name!r} must be at least 1, got {time}")
         for name in self.adds:
             for what, value in (("min_count", self.min_count[name]), ("num_buckets", self.num_buckets[name])):
                 if require_integer(value, f"Categorify: {what}") < 1:
@@ -116,7 +124,8 @@ class Categorify(Step):
         for group in self.groups:
             first, counted = group[0], counts[group[0]].everywhere()
             limits = self.min_count[first], self.max_size[first], self.num_buckets[first]
-            vocabulary = Vocabulary.of(counted, False, *limits, previous.vocabularies.get(first))
+            before, time = previous.vocabularies.get(first), self.time_to_live[first]
+            vocabulary = Vocabulary.of(counted, False, *limits, before, time)
             for name in group:
                 state.vocabularies[name] = replace(vocabulary, lists=isinstance(rows.schema[name], pl.List))
 
@@ -159,7 +168,8 @@ class Categorify(Step):
         (from 0) has code i + 1 + num_buckets. size = rows + 1 + num_buckets; nulls and unseen: counts of code 0, and of
         the codes of unknown values; `buckets`, if there are several: the file with the `count` of each bucket. An
         unknown value has code 1 + hash modulo num_buckets, with the hash of `hashing.py`. In lists, each element has a
-        code, and a null list becomes [0].
+        code, and a null list becomes [0]. With `time_to_live`, the file `vocabulary` has a third column, `age`: fits
+        since the value was seen.
         """
         columns: dict[str, dict[str, Any]] = {}
         for i, name in ((i, name) for i, group in enumerate(self.groups) for name in group):
@@ -175,6 +185,8 @@ class Categorify(Step):
                 "unseen": vocabulary.unseen,
                 "vocabulary": f"vocabulary-{number}-{i}.parquet",
             }
+            if self.time_to_live[name] is not None:
+                columns[name]["time_to_live"] = self.time_to_live[name]
             if self.num_buckets[name] > 1:
                 columns[name]["buckets"] = f"vocabulary-{number}-{i}-buckets.parquet"
         return {"columns": columns}
@@ -183,7 +195,8 @@ class Categorify(Step):
         tables = {}
         for name, column in described["columns"].items():
             one = state.vocabularies[name]
-            tables[column["vocabulary"]] = pl.DataFrame({"value": one.values, "count": one.counts})
+            ages = {} if one.ages is None else {"age": one.ages}
+            tables[column["vocabulary"]] = pl.DataFrame({"value": one.values, "count": one.counts, **ages})
             if "buckets" in column:
                 tables[column["buckets"]] = one.bucket_counts.to_frame("count")
         return tables
@@ -194,7 +207,8 @@ class Categorify(Step):
         columns = described["columns"]
         counts = {"count": pl.Int64()}
         for name, one in columns.items():
-            frame, lists = saved.table(one["vocabulary"], {"value": None, **counts}), one["type"].startswith("list[")
+            types = {"value": None, **counts} | ({"age": pl.Int64} if "time_to_live" in one else {})
+            frame, lists = saved.table(one["vocabulary"], types), one["type"].startswith("list[")
             value_type(frame.schema["value"], f"{one['vocabulary']}: `value`")
             buckets = pl.Series("count", [one["unseen"]], pl.Int64)
             if "buckets" in one:
@@ -204,12 +218,16 @@ class Categorify(Step):
             for seen in (frame["count"], buckets, pl.Series([require_integer(one["nulls"], "nulls")])):
                 if seen.has_nulls() or (seen < 0).any():
                     raise ValueError(f"{one['vocabulary']}: counts must be at least 0")
-            saved.state.vocabularies[name] = Vocabulary(frame["value"], frame["count"], lists, one["nulls"], buckets)
+            ages = frame["age"] if "age" in types else None
+            saved.state.vocabularies[name] = Vocabulary(
+                frame["value"], frame["count"], lists, one["nulls"], buckets, ages
+            )
             groups.setdefault(one["vocabulary"], []).append(name)
         limits = {
             what: {name: one.get(what, 1) for name, one in columns.items()}  # version 1 had no num_buckets
             for what in ("min_count", "max_size", "num_buckets")
         }
+        limits["time_to_live"] = {name: one["time_to_live"] for name, one in columns.items() if "time_to_live" in one}
         return cls(*groups.values(), **limits)
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
@@ -222,6 +240,8 @@ class Categorify(Step):
     def __repr__(self) -> str:
         groups = [group[0] if len(group) == 1 else tuple(group) for group in self.groups]
         options = f"min_count={self.min_count}, max_size={self.max_size}, num_buckets={self.num_buckets}"
+        if times := {name: time for name, time in self.time_to_live.items() if time is not None}:
+            options += f", time_to_live={times}"
         return f"Categorify({groups}, {options})"
 
     def _each(self, what: str, value: Any, default: Any) -> dict[str, Any]:
