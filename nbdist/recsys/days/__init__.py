@@ -1,4 +1,4 @@
-"""Models that learn day after day: the next day in one call, what has changed by it, and a log that grows."""
+"""Models that learn day after day: the next day in one call, its delta, and a log that grows."""
 
 from .continuing import continue_training
 from .day import Day, save_day

@@ -61,9 +61,9 @@ def continue_training(
 ) -> Day:
     """Learn a day's rows, each once and in their order, and save the day. All ranks must call it.
 
-    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones, or those of ids that
-       have passed their `time_to_live` (see `Categorify`), whose rows and optimizer state begin anew.
-    2. `make` builds the model with so many codes; weights and optimizer state are yesterday's. Rows of new ids begin as
+    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones, or codes of ids that
+       have passed their `time_to_live` (see `Categorify`): the rows of these codes begin as new ones do.
+    2. `make` builds the model with as many codes; weights and optimizer state are yesterday's. Rows of new ids begin as
        the mean of the known ones (`Vocabulary.unknown_weights`).
     3. Each step's rows are predicted, in evaluation mode, before the step is taken: loss and metrics of these
        predictions are the curve of the day (progressive validation). Numbers that the workflow has learned, such as

@@ -1,4 +1,4 @@
-"""A day in a folder: workflow, snapshot of the model, what has changed since the day before, and how it was predicted.
+"""A day in a folder: workflow, snapshot of the model, the difference from the day before, and its predictions.
 
 ``workflow/`` as `Workflow.save` writes it; ``model/`` as `save` of a model on all ranks does, weights and optimizer;
 ``delta.zst``, see `Delta`, and ``curve.parquet``, both not on the first day; ``day.json``, the rest.
@@ -83,7 +83,7 @@ class Day:
 
     @property
     def delta(self) -> Delta:
-        """What the weights have changed by since the day before.
+        """The difference of the weights from the day before.
 
         Raises:
             FileNotFoundError: It is the first day.

@@ -1,4 +1,4 @@
-"""What a model's weights have changed by, from one day to the next: rows of tables, and dense weights.
+"""The difference of a model's weights from one day to the next: rows of tables, and dense weights.
 
 A tensor is taken as rows. A row that has changed is stored as the bits that differ from the row before (their
 exclusive or): most of them are zeros after small steps. A table of raw ids has its rows by id. In the file, numbers lie

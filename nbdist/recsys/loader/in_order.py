@@ -1,4 +1,4 @@
-"""Batches in the order of the rows: a step of all ranks together has the rows that follow those of the step before."""
+"""Batches in the order of the rows: the rows of a step, on all ranks together, follow the rows of the step before."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .loaders import MemoryLoader
 class InOrder(Partition):
     """A division whose steps have consecutive rows, almost equally many: `batch_size` of all ranks together at most.
 
-    The rows of a step do not depend on the number of ranks. The positions of a rank are those of its rows, step after
-    step.
+    The rows of a step do not depend on the number of ranks. A rank has a position for each of its rows, step
+    after step.
 
     Raises:
         ValueError: A step has not a row for each rank.

@@ -238,7 +238,7 @@ class FittedRecommender:
             path: The folder to write.
             name: The name of the model.
             k: The number of items for each user.
-            history: The name of the input with lists; that of the users is their column's.
+            history: The name of the input with lists; the input with users is called like their column.
             overwrite: Whether such a model that is there is replaced. `load` of the result has a running server take
                 the new one.
 

@@ -46,7 +46,7 @@ def evaluate_by(
     Returns:
         A row for each segment, in the order of their values: `by`, `rows`, and for each metric its value, and " low"
         and " high", the bounds of the 95 % interval. A metric that cannot be computed of a segment, such as the AUC of
-        rows with one label, is NaN; draws of which it cannot be computed are left out.
+        rows with one label, is NaN; draws without a value are left out.
 
     Raises:
         ImportError: SciPy is not installed.

@@ -114,7 +114,7 @@ class Ensemble:
         """Have a running server answer with what was exported, such as a new version, without a gap.
 
         Until a model is loaded, the server answers with what it had; each answer is of one version. The server must run
-        in Triton's model control mode "explicit", as that of `serve` does.
+        in Triton's model control mode "explicit", as the one of `serve` does.
 
         Args:
             client: A client of the server, of `tritonclient.http` or `tritonclient.grpc`.

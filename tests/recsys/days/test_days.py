@@ -132,7 +132,7 @@ def test_each_step_is_predicted_by_the_model_before_it(sessions: Sessions, tmp_p
 
 
 def test_what_is_predicted_contains_nothing_of_the_days_labels(sessions: Sessions, tmp_path: Path) -> None:
-    """Means of labels are those of the days before; today's are in the workflow that is saved."""
+    """Means of labels are of the days before; today's are in the workflow that is saved."""
     users = torch.arange(40) % 8
     before = pl.DataFrame({"user": users.numpy(), "liked": (users % 2 == 0).numpy()})
     after = before.with_columns(liked=~pl.col("liked"))  # each user has changed
@@ -163,7 +163,7 @@ def test_what_is_predicted_contains_nothing_of_the_days_labels(sessions: Session
 
 
 def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: Path) -> None:
-    """The tables stop growing, and the delta has the rows that began anew."""
+    """The tables stop growing, and the delta has the rows that begin as new ones."""
     logs = [pl.DataFrame({"user": users, "item": [0] * 8, "liked": [True, False] * 4}) for users in days_of_users()]
 
     def all_days() -> list[tuple[Day, Any]]:

@@ -1,4 +1,4 @@
-"""What is exported for Triton recommends as the recommender does: with the server's code here, and from a server."""
+"""An export for Triton recommends as the recommender does: with the server's code here, and from a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics by segments: those of each segment alone, with intervals that follow from its rows, on all ranks."""
+"""Metrics by segments: of the rows of each alone, with intervals that follow from its rows, on all ranks."""
 
 from __future__ import annotations
 
