@@ -168,8 +168,8 @@ def _default_metrics(goal: Objective) -> dict[str, Any]:
     """Return the metrics of click models, where all losses are theirs."""
     if any(one is not log_loss for one in goal.losses.values()):
         return {}
-    found = {task: {"auc": AUC()} for task in goal.losses}
-    return found.get(ONLY, found)  # type: ignore[arg-type, return-value]
+    found: dict[str, Any] = {task: {"auc": AUC()} for task in goal.losses}
+    return found.get(ONLY, found)  # type: ignore[no-any-return]
 
 
 def _columns_of(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None) -> dict[str, str]:
@@ -177,7 +177,7 @@ def _columns_of(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None)
     if foreign := (tables or {}).keys() - old.vocabularies.keys():
         raise ValueError(f"`tables` must have columns of codes, {', '.join(old.vocabularies)}, got {min(foreign)!r}")
     saved = [key.removeprefix("model.") for key in contents(snapshot) if key.startswith("model.")]
-    found = {}
+    found: dict[str, str] = {}
     for column in old.vocabularies:
         name = (tables or {}).get(column, column)
         keys = [key for key in saved if f".{key}".endswith((f".{name}", f".{name}.weight"))]
@@ -202,7 +202,7 @@ def _learned(
     """Predict the rows of each step, and then take it; return the curve, and the metrics of all rows."""
     whole = copy.deepcopy(dict(metrics))
     reset(whole)
-    curve = []
+    curve: list[dict[str, Any]] = []
     with ranks.progress_bar("learn", loader.rows, progress) as bar:
         for number, batch in enumerate(loader):
             reset(metrics)
@@ -217,7 +217,7 @@ def _learned(
             bar.update(rows)
     run.check_finite()
     frame = pl.DataFrame(curve)
-    mean = float((frame["loss"] * frame["rows"]).sum() / frame["rows"].sum())
+    mean = sum(one["loss"] * one["rows"] for one in curve) / loader.rows
     return frame, {"loss": mean, **computed(whole)[0]}
 
 

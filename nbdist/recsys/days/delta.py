@@ -170,7 +170,7 @@ def digest_of(state: State) -> str:
     for name, rows in sorted(_flat(state).items()):
         for field, tensor in [("", rows.ids), *sorted(rows.fields.items())]:
             found.update(f"{name}/{field} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(_bits(tensor).numpy())
+            found.update(memoryview(_bits(tensor).numpy()))
     return found.hexdigest()
 
 

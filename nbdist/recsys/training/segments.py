@@ -107,9 +107,9 @@ def _all_rows(
             found = [*forward(module, predict, batch, precision), None, None][:4]
             kept = len(segment) - loader.repeats
             parts.append([None if one is None else one[:kept].cpu() for one in (*found, segment)])
-    mine = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
+    mine = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
     everyone = zip(*ranks.all_gather(mine), strict=True)
-    return [None if column[0] is None else torch.cat(column) for column in everyone]  # type: ignore[arg-type]
+    return [None if column[0] is None else torch.cat(column) for column in everyone]
 
 
 def _alone(metric: Metric) -> Metric:
@@ -122,6 +122,7 @@ def _alone(metric: Metric) -> Metric:
 def _value(name: str, metric: Metric, rows: Sequence[Tensor | None]) -> float:
     metric.reset()
     predictions, targets, users, weights = rows
+    assert predictions is not None and targets is not None
     try:
         update(name, metric, predictions, targets, users, *([] if weights is None else [weights]))
         return float(metric.compute())

@@ -61,7 +61,8 @@ def export_lists(
         folder = scratch / "whole" / name / "1"
         folder.mkdir(parents=True)
         copy_source("recommend.py", folder)
-        np.savez(folder / "arrays.npz", **arrays, **numbers)
+        everything: dict[str, Any] = {**arrays, **numbers}
+        np.savez(folder / "arrays.npz", **everything)
         described = {"inputs": list(inputs), **texts, **options}
         (folder / "recommend.json").write_text(json.dumps(described), encoding="utf-8")
         write_config(model_config(name, "python", Batching(4096, 100e-6), raw, made), folder.parent)

@@ -80,7 +80,8 @@ def serve(
     """Run a Triton server on the model repository `path` during a `with` block.
 
     It listens only on the loopback interface, at free ports, and has loaded all models of the repository when the block
-    begins. `Ensemble.load` has it load models that are exported later. When the block ends, or this process dies, the server and its shared memory are removed.
+    begins. `Ensemble.load` has it load models that are exported later. When the block ends, or this process dies, the
+    server and its shared memory are removed.
 
     Args:
         path: A model repository whose models are ensembles or of the Python backend, such as one that `export_ensemble`

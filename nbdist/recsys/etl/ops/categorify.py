@@ -207,7 +207,8 @@ class Categorify(Step):
         columns = described["columns"]
         counts = {"count": pl.Int64()}
         for name, one in columns.items():
-            types = {"value": None, **counts} | ({"age": pl.Int64} if "time_to_live" in one else {})
+            types: dict[str, Any] = {"value": None, **counts}
+            types |= {"age": pl.Int64} if "time_to_live" in one else {}
             frame, lists = saved.table(one["vocabulary"], types), one["type"].startswith("list[")
             value_type(frame.schema["value"], f"{one['vocabulary']}: `value`")
             buckets = pl.Series("count", [one["unseen"]], pl.Int64)

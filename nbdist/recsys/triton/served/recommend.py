@@ -102,7 +102,7 @@ class Recommendations:
         own = vectors[taken]
         weight = len(taken) + self._given["unobserved_weight"] * len(vectors)
         system = self._everyone + own.T @ own + self._given["regularization"] * weight * np.eye(own.shape[1])
-        return (vectors @ np.linalg.solve(system, own.sum(0))).astype(np.float32)  # type: ignore[no-any-return]
+        return (vectors @ np.linalg.solve(system, own.sum(0))).astype(np.float32)
 
 
 class TritonPythonModel:
