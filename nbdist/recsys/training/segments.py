@@ -115,8 +115,12 @@ def _all_rows(
 def _alone(metric: Metric) -> Metric:
     """Return a copy of a metric that computes the rows of this process."""
     found = copy.deepcopy(metric).cpu()
-    found.sync_on_compute = False
+    found.distributed_available_fn = _not_distributed
     return found
+
+
+def _not_distributed() -> bool:
+    return False
 
 
 def _value(name: str, metric: Metric, rows: Sequence[Tensor | None]) -> float:
