@@ -4,5 +4,6 @@ from .continuing import continue_training
 from .day import Day, save_day
 from .delta import Delta
 from .following import follow
+from .kafka import follow_kafka
 
-__all__ = ["Day", "Delta", "continue_training", "follow", "save_day"]
+__all__ = ["Day", "Delta", "continue_training", "follow", "follow_kafka", "save_day"]

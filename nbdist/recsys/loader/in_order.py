@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,17 +45,24 @@ class InOrder(Partition):
         start, stop = (self.rows * one // self.steps for one in (step, step + 1))
         return range(*(start + (stop - start) * one // self.world_size for one in (rank, rank + 1)))
 
+    def size(self, rank: int, step: int) -> int:
+        """Number of rows in batch `step` of `rank`."""
+        return len(self.rows_of(rank, step))
+
     def span(self, rank: int) -> tuple[int, int]:
         """Return the positions of `rank`: as many as it has rows."""
-        return 0, sum(len(self.rows_of(rank, step)) for step in range(self.steps))
+        return 0, _starts(self, rank)[-1]
 
     def batch_starts(self, rank: int, steps: range) -> list[int]:
         """Return the first positions of some steps."""
-        before = sum(len(self.rows_of(rank, step)) for step in range(steps.start))
-        starts = [before]
-        for step in steps[:-1]:
-            starts.append(starts[-1] + len(self.rows_of(rank, step)))
-        return starts[: len(steps)]
+        return _starts(self, rank)[steps.start : steps.stop]
+
+
+@functools.lru_cache(maxsize=4)
+def _starts(division: InOrder, rank: int) -> list[int]:
+    """Return the first position of each step of a rank, and the end of the last one."""
+    sizes = (division.size(rank, step) for step in range(division.steps))
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 class InOrderLoader(MemoryLoader):
