@@ -171,9 +171,9 @@ class FittedRecommender:
         Returns:
             Three rows: for all users, for users in the log, and for new users (`users` is "all", "known" or "new").
             `count` is the number of users; recall, NDCG, MRR and hit rate at k are means over users, null without
-            users; `unknown_items` is the number of rows whose item is not in the log, which count as missed. With `by`, a
-            row for each segment: its value, `count`, and the means, each with the bounds of its 95 % interval, " low"
-            and " high" (percentiles of the bootstrap over users).
+            users; `unknown_items` is the number of rows whose item is not in the log, which count as missed. With
+            `by`, a row for each segment: its value, `count`, and the means, each with the bounds of its 95 % interval,
+            " low" and " high" (percentiles of the bootstrap over users).
 
         Raises:
             ImportError: There are segments, and SciPy is not installed.
