@@ -46,7 +46,7 @@ class _Change(NamedTuple):
     changed: Tensor
     """Ids of rows that are new or different."""
     bits: dict[str, Tensor]
-    """Of each field, the bits in which they differ from the rows before; new ones from zeros."""
+    """The bits of each field in which these rows differ from the rows before; new rows differ from zeros."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def digest_of(state: State) -> str:
     for name, rows in sorted(_flat(state).items()):
         for field, tensor in [("", rows.ids), *sorted(rows.fields.items())]:
             found.update(f"{name}/{field} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(memoryview(_bits(tensor).numpy()))
+            found.update(_bits(tensor).numpy().data)
     return found.hexdigest()
 
 
