@@ -131,7 +131,7 @@ def continue_training(
         workflow = Workflow(*old.steps, tags=old.tags).fit(log, previous=old, progress=progress)
         model = make(workflow)
         check_model(model)
-        check_options(model, precision, None, 1, None)
+        check_options(model, precision, None, 1, None, None)
         renewed = {key: workflow.vocabularies[one].renewed(old.vocabularies[one]) for key, one in columns_of.items()}
         parts = {key: old.vocabularies[one].unknown_weights() for key, one in columns_of.items()}
         model.load(before.snapshot, grow=parts)
