@@ -105,13 +105,14 @@ def continue_training(
         >>> from nbdist.recsys.etl import Categorify, Workflow
         >>> from nbdist.recsys.models import DLRM
         >>> from nbdist.recsys.sharding import replicate
-        >>> rows = pl.DataFrame({"user": [1, 2, 3] * 20, "liked": [True, False, True] * 20})
+        >>> rows = pl.DataFrame({"user": [1, 2, 3] * 20, "item": [1, 2] * 30, "liked": [True, False, True] * 20})
         >>> def make(workflow):
-        ...     return replicate(DLRM({"user": workflow.vocabularies["user"].size}, embedding_dim=4), "adagrad")
+        ...     sizes = {name: vocabulary.size for name, vocabulary in workflow.vocabularies.items()}
+        ...     return replicate(DLRM(sizes, embedding_dim=4), "adagrad")
         >>> def predict(model, batch):
         ...     return model(batch), batch["liked"]
         >>> def two_days():
-        ...     workflow = Workflow(Categorify("user")).fit(rows, progress=False)
+        ...     workflow = Workflow(Categorify("user", "item")).fit(rows, progress=False)
         ...     first = save_day("day-0", workflow, make(workflow))
         ...     return continue_training(first, rows, "day-1", make, predict, batch_size=10, progress=False)
         >>> day = in_ddp(2, two_days)

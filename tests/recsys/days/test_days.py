@@ -57,7 +57,7 @@ def make(how: str, workflow: Workflow) -> Any:
         return replicate(Sparse(*sizes.values()), "adagrad", lr=0.1)
     if how == "shard":
         model, dense = DLRM(sizes, embedding_dim=4, top_mlp=[4]), torch.optim.Adam
-        return shard(model, batch_size=8, optimizer="adagrad", lr=0.1, dense_optimizer=dense)
+        return shard(model, {"*": "row_wise"}, batch_size=8, optimizer="adagrad", lr=0.1, dense_optimizer=dense)
     return replicate(DLRM(sizes, embedding_dim=4, top_mlp=[4]), lambda some: torch.optim.Adam(some, lr=0.05))
 
 
