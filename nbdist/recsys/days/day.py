@@ -121,7 +121,17 @@ def save_day(folder: str | os.PathLike[str], workflow: Workflow, model: Parallel
         FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
 
     Examples:
-        See `Day`.
+        >>> import polars as pl
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.days import save_day
+        >>> from nbdist.recsys.etl import Categorify, Workflow
+        >>> from nbdist.recsys.sharding import replicate
+        >>> workflow = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["ann", "bob"]}))
+        >>> def first():
+        ...     return save_day("first", workflow, replicate(torch.nn.Embedding(4, 8), "sgd"))
+        >>> in_ddp(2, first).snapshot.is_dir()
+        True
     """
     with atomic_folder(folder, FILES, overwrite) as scratch:
         write_day(scratch / "whole", workflow, model)
