@@ -29,7 +29,7 @@ def follow(
         folder: The folder. It may not be there yet.
         after: Files that are not wanted, by name or path: those that were learned from earlier.
         poll_seconds: Seconds from one look at the folder to the next.
-        timeout: Seconds without a new file after which the iteration ends. None: it goes on for ever.
+        timeout: Seconds without a new file after which the iteration ends. None: it has no end.
 
     Raises:
         TypeError, ValueError: `poll_seconds` is not a number above 0, or `timeout` is below 0.

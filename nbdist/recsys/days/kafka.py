@@ -40,7 +40,7 @@ def follow_kafka(
             oldest message.
         max_rows: Rows of a frame, at most.
         seconds: Seconds after its first row after which a frame is yielded, full or not.
-        timeout: Seconds without a message after which the iteration ends. None: it goes on for ever.
+        timeout: Seconds without a message after which the iteration ends. None: it has no end.
 
     Raises:
         ImportError: confluent-kafka is not installed: `pip install "nbdist[kafka]"`.

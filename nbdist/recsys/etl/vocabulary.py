@@ -49,7 +49,7 @@ class Vocabulary:
     bucket_counts: pl.Series
     """The number of occurrences of each of the codes 1 to `num_buckets`, which are values too rare to be known."""
     ages: pl.Series | None = None
-    """The number of fits since each value was seen, int64. None: values stay for ever."""
+    """The number of fits since each value was seen, int64. None: values keep their codes."""
 
     @classmethod
     def of(

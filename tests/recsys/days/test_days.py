@@ -241,7 +241,7 @@ def test_what_makes_no_sense_is_refused_early(sessions: Sessions, tmp_path: Path
     with pytest.raises(FileNotFoundError, match=r"day\.json"):
         sessions[2].run(go_on, tmp_path)
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        sessions[2].run(go_on, folder="0")
+        sessions[1].run(go_on, folder="0")
     with pytest.raises(ValueError, match="`batch_size` must be at least 2, got 1"):
         sessions[2].run(go_on, batch_size=1)
     with pytest.raises(ValueError, match=r"`tables` must have columns of codes, user, item, got 'x'"):

@@ -34,7 +34,7 @@ class Categorify(Step):
             value selects one, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
             max_size=n + 1`` there is no vocabulary: each value is hashed. It may be a mapping from columns to numbers.
         time_to_live: The number of calls of `fit` with `previous=`, such as days, without a row of a value after which
-            its code goes to a new value, if there is one: the vocabulary stops growing. None: codes stay for ever. It
+            its code goes to a new value, if there is one: the vocabulary stops growing. None: codes never change. It
             may be a mapping from columns to numbers. See `Vocabulary.renewed`.
 
     Raises:
