@@ -71,7 +71,8 @@ def test_each_option_can_be_said_to_the_magic() -> None:
     for line, options in said.items():
         assert start_options(parser.parse_args(["start", "2", *line.split()])) == options, line
         SessionOptions(**options)
-    assert [name for options in said.values() for name in options] == list(inspect.signature(SessionOptions).parameters)
+    names = {name: None for options in said.values() for name in options}
+    assert list(names) == list(inspect.signature(SessionOptions).parameters)
     assert start_options(parser.parse_args(["start", "2"])) == {}, "a session knows its defaults itself"
     with pytest.raises(UsageError, match="--env must be NAME=VALUE, got 'A'"):
         parser.parse_args(["start", "2", "--env", "A"])

@@ -627,7 +627,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
         ),
         (
             {"model": bags("meta", ("big", 20_000, 64)), "memory_bytes": 2**21, "strategies": {"big": "table_wise"}},
-            r"table 'big' \(table_wise\): 5,\d\d\d,\d\d\d bytes on one rank.*a strategy that splits the table",
+            r"table 'big' \(table_wise\), which needs 5,\d\d\d,\d\d\d bytes.*a strategy that splits the table",
         ),
         (
             {"model": Clicks(), "strategies": {"seen": "grid_shard"}},
