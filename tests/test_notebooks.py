@@ -233,7 +233,7 @@ def test_multislot(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # Chance on random labels, and much better on labels that can be learned: the summary is in the last cell.
     names, *lines = [line.split() for line in done.result.splitlines()]
-    assert names == ["loss", "valid", "loss", "auc", "samples/s"]
+    assert names == ["loss", "valid_loss", "auc", "samples/s"]
     results = {name: [float(value) for value in values] for name, *values in lines}
     assert results["random"][0] == pytest.approx(0.693, abs=0.02) and abs(results["random"][2] - 0.5) < 0.05
     assert results["planted"][1] < 0.6 and results["planted"][2] > 0.8

@@ -27,7 +27,10 @@ ROOMS = (
     "triton",
 )
 #: Values and the names of types, which have no docstrings.
-VALUES = {"NULL", "NULL_STRING", "OPTIMIZERS", "PADDING", "PADDING_STRING", "STRATEGIES", "Schedule"}
+VALUES = {
+    *("NULL", "NULL_FLOAT_BITS", "NULL_STRING", "NULL_UNSIGNED", "PADDING", "PADDING_STRING", "PADDING_UNSIGNED"),
+    *("OPTIMIZERS", "STRATEGIES", "Schedule"),
+}
 SERVED = {"Server", "serve"}
 
 

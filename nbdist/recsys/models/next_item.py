@@ -167,4 +167,5 @@ def padded(column: Column, length: int) -> tuple[Tensor, Tensor]:
     places = starts[:, None] + torch.arange(length, device=values.device)  # (rows, length)
     there = places < ends[:, None]
     some = torch.cat([values, values.new_zeros(1)])  # so that there is one
-    return some[places.clamp(max=len(values))].where(there, 0), there
+    # An export keeps `shape[0]` as a symbol, and `len` as the number of its example.
+    return some[places.clamp(max=values.shape[0])].where(there, 0), there

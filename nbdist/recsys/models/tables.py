@@ -149,7 +149,7 @@ class PooledTables(nn.Module):
         """Return a vector for each row of a column of raw ids."""
         if not isinstance(ids, Ragged):
             return table(ids)  # type: ignore[no-any-return]
-        places = torch.arange(len(ids.values), device=ids.offsets.device)
+        places = torch.arange(ids.values.shape[0], device=ids.offsets.device)
         return nn.functional.embedding_bag(
             places, table(ids.values), ids.offsets, mode=self.mode, include_last_offset=True
         )

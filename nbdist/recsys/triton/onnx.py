@@ -117,7 +117,7 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], predict: Predi
         ValueError: The model does not accept such columns, cannot be exported, or its export answers differently.
     """
     plain = _plain_copy(model)
-    answers = {rows: _ask(plain, predict, _batch(features, rows)) for rows in (64, 1)}
+    answers = {rows: _ask(plain, predict, _batch(features, rows)) for rows in (200, 64, 1)}
     served = _Served(_with_padded_bags(plain), features, predict).eval()
     batch, dim = _padded(_batch(features, 64)), torch.export.Dim
     shapes = tuple(

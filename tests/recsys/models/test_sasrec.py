@@ -390,9 +390,11 @@ def test_a_history_is_served(workflow: Workflow, tmp_path: Path) -> None:
         workflow, model, tmp_path / "served", "next", columns=["history"], predict=vector, output="vector", fill=False
     )
     session = onnxruntime.InferenceSession(tmp_path / "served" / "next_model" / "1" / "model.onnx")
-    asked = np.array([[5, 6, -1, -1, -1, -1], [2, 3, 4, 5, 6, 7], [9, -1, -1, -1, -1, -1]])
+    some = np.array([[5, 6, -1, -1, -1, -1], [2, 3, 4, 5, 6, 7], [9, -1, -1, -1, -1, -1]])
+    asked = np.tile(some, (50, 1))  # more values than an export tries
     (answers,) = session.run(["vector"], {"history": asked})
     lists = [row[row >= 0] for row in asked]
-    batch = {"history": Ragged(torch.from_numpy(np.concatenate(lists)), torch.tensor([0, 2, 8, 9]))}
+    offsets = torch.tensor([0, *np.cumsum([len(one) for one in lists])])
+    batch = {"history": Ragged(torch.from_numpy(np.concatenate(lists)), offsets)}
     with torch.no_grad():
         np.testing.assert_allclose(answers, model.eval().query(batch).numpy(), rtol=1e-4, atol=1e-5)
