@@ -140,6 +140,7 @@ def use_imitated_gpus(session: nox.Session, about: dict[str, Any]) -> None:
     """Run tests/gpu, or what was asked for, in an environment whose torch is a CUDA build."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     build(session, about)
+    session.install("nvidia-ml-py")  # reads what the imitated driver says
     tests = session.posargs[1:] or ["tests/gpu"]
     session.run("python", "tests/gpu/imitated", "-m", "pytest", "-q", "-p", "no:xdist", *tests)
 

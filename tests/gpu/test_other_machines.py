@@ -58,7 +58,7 @@ for devices in (["GPU-00000007"], ["cuda:2"]):
         print(exc)
 """
     first, second = program(LOOK + code).splitlines()
-    assert "GPU-00000007" in first and "there is no cuda:2, 2 GPUs are visible" in second
+    assert "GPU-00000007" in first and "got 'cuda:2': 2 GPUs are visible" in second
 
 
 def test_fresh_interpreters() -> None:
