@@ -30,7 +30,7 @@ from nbdist.recsys.triton import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if not page.name.startswith("0"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if not page.name[0].isdigit())]
 WITH_BLOCKS = [page for page in PAGES if "```" in page.read_text(encoding="utf-8")]
 LONG = pytest.mark.long("pages of the documentation")
 NEEDS_TRITON = {"how-to/triton.md"}
