@@ -65,7 +65,7 @@ def paragraphs() -> list[Text]:
     """Collect paragraphs, list items and rows of tables of README and docs, without code."""
     found = []
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if file.name.startswith("0") or file.name == "objects.md":
+        if file.name[0].isdigit() or file.name == "objects.md":
             continue  # a notebook's page, or a table of code
         text = re.sub(r"^```.*?^```|<!--.*?-->", "", file.read_text(encoding="utf-8"), flags=re.M | re.S)
         for part in re.split(r"\n\s*\n|\n(?=[-|] ?)", text):
