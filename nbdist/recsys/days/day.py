@@ -162,7 +162,8 @@ def write_day(
     state = whole.state_dict()
     weights, written = digest_of(state), 0
     if before is not None:
-        Delta.between(before[1], state, *before[:1], weights).save(folder / _DELTA)
+        digest, old = before
+        Delta.between(old, state, digest, weights).save(folder / _DELTA)
         written = (folder / _DELTA).stat().st_size
     if curve is not None:
         curve.write_parquet(folder / _CURVE)

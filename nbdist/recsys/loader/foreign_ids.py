@@ -13,9 +13,11 @@ from .columns import Ragged
 def foreign_ids(model: nn.Module, batch: Any) -> str | None:
     """Describe the first ids of a batch that a table of the model has no row for; None if each has one."""
     for module in model.modules():
-        for kind in ("embedding_bag_configs", "embedding_configs"):
-            for table in getattr(module, kind, list)():
-                if table.num_embeddings and (found := _foreign_id(table, batch)):
+        for configs, tables in (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings")):
+            for table in getattr(module, configs, list)():
+                # A table of raw ids has a row for any id.
+                plain = isinstance(getattr(module, tables)[table.name], (nn.Embedding, nn.EmbeddingBag))
+                if plain and (found := _foreign_id(table, batch)):
                     return found
     return None
 

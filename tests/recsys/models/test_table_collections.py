@@ -15,6 +15,7 @@ from nbdist.recsys.etl import Categorify, Workflow, fill_unknown
 from nbdist.recsys.loader import Ragged, keyed_jagged
 from nbdist.recsys.loader.foreign_ids import foreign_ids
 from nbdist.recsys.models import PooledTables, SequenceTables
+from nbdist.recsys.raw_ids import RawIds
 from nbdist.recsys.sharding import shard
 
 WARM = "import torchrec.distributed"
@@ -96,6 +97,8 @@ def test_ids_without_a_row_are_named() -> None:
     lists = Ragged(torch.tensor([2, 3, -1, 4, 7]), torch.tensor([0, 2, 2, 4, 5]))
     found = foreign_ids(SequenceTables({"genres": 8}, embedding_dim=4), {"genres": lists})
     assert found is not None and found.endswith("got -1 in row 2")
+    raw = PooledTables({"user": RawIds(capacity=5)}, embedding_dim=4)
+    assert foreign_ids(raw, {"user": torch.tensor([1, 10**9])}) is None
 
 
 def test_unknown_codes_are_filled() -> None:
