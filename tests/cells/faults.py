@@ -339,7 +339,8 @@ in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError("boom"))
 
 # %% timeout in a collective
 def one_waits():
-    return "idle" in str(session.status()) and "rank 0 waits in" in session.stacks()
+    states = [row.split()[3] for row in str(session.status()).splitlines()[2:]]  # all are idle before the call is sent
+    return states == ["running", "idle"] and "rank 0 waits in" in session.stacks()
 
 
 with Session(2, timeout=1000) as session, CallClock(one_waits):
