@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..system.interrupts import defer
+from ..system.interrupts import accept_nudges, defer
 
 #: Seconds from one interrupt to the next, until one is noticed.
 _PAUSE = 0.05
@@ -48,6 +48,7 @@ class Interrupts:
     def install(self) -> None:
         """Install the handler of SIGINT."""
         signal.signal(signal.SIGINT, self._on_interrupt)
+        accept_nudges()
         sys.unraisablehook = self._on_unraisable
 
     def _on_unraisable(self, unraisable: Any) -> None:

@@ -19,6 +19,12 @@ _SIGINT = int(signal.SIGINT)
 
 #: Seconds until an interrupt comes again that Python has dropped: by then it has left what has dropped it.
 _AGAIN = 0.05
+#: A signal without effect of its own, after which Python handles an earlier signal. CPython runs signal handlers
+#: between bytecodes only: a signal just before a system call that waits, such as that in `time.sleep`, is not handled
+#: before the end of the system call.
+NUDGE = signal.SIGURG
+#: Seconds from an interrupt to each nudge. On a busy machine a thread may stay just before a system call for a while.
+NUDGES = (0.05, 0.25, 1.0)
 
 _handler: Any = None  # the function that is to be called for them
 _count = 0
@@ -106,6 +112,12 @@ class kept_interrupts:
             _thread.start_new_thread(_interrupt_again, ())
         else:
             self._before(unraisable)
+
+
+def accept_nudges() -> None:
+    """Give `NUDGE` a handler that does nothing, unless it has one. Works in the main thread."""
+    if signal.getsignal(NUDGE) is signal.SIG_DFL:
+        signal.signal(NUDGE, lambda signum, frame: None)
 
 
 def _interrupt_again() -> None:

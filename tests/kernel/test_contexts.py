@@ -559,6 +559,9 @@ STOPPED = {
 }
 
 
+NO_PROCESSES = "from nbdist.kernel.pools.processes import process_reader as p; assert not p.processes(), p.processes()"
+
+
 @pytest.mark.parametrize("what", STOPPED)
 def test_the_stop_button(notebook: Kernel, what: str) -> None:
     notebook.ok(POOL + "def slow(i):\n    print('begun', flush=True)\n    time.sleep(1000)")
@@ -568,9 +571,19 @@ def test_the_stop_button(notebook: Kernel, what: str) -> None:
     notebook.interrupt()
     result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt", result
-    done = "from nbdist.kernel.pools.processes import process_reader as p; assert not p.processes(), p.processes()"
-    assert poll(lambda: notebook.run(done).error is None)
+    assert poll(lambda: notebook.run(NO_PROCESSES).error is None)
     assert "[1, 2]" in notebook.ok("with ctx.Pool(2) as pool: print(pool.map(abs, [-1, -2]))").text
+
+
+def test_the_stop_button_just_before_a_wait(notebook: Kernel) -> None:
+    """Python handles no signal that comes between its last bytecode and a system call that waits. So it is here, where
+    other threads take the signal."""
+    notebook.ok(POOL + CELLS["interrupts that others take"])
+    message = notebook.start("with others_take_interrupts(): p = ctx.Process(target=late); p.start(); p.join()")
+    notebook.finish(message, until=lambda result: "begun" in result.text)
+    notebook.interrupt()
+    assert notebook.finish(message).error == "KeyboardInterrupt"
+    assert poll(lambda: notebook.run(NO_PROCESSES).error is None)
 
 
 def test_the_stop_button_leaves_idle_pools_alone(notebook: Kernel) -> None:

@@ -26,7 +26,7 @@ from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
-from ...system.interrupts import interruptible
+from ...system.interrupts import NUDGE, NUDGES, interruptible
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
@@ -265,12 +265,14 @@ class _Map:
         """Interrupt the workers, and wait `grace` seconds for them to clean up."""
         self._board.end()
         self._next = len(self._items)
-        for worker, has in enumerate(self._has):
-            if has:
-                self._ranks.signal(worker, signal.SIGINT)
-        deadline = time.monotonic() + grace
-        while any(self._has) and time.monotonic() < deadline:
-            listener.select(max(0.0, deadline - time.monotonic()))
+        begin, signum = time.monotonic(), signal.SIGINT
+        for seconds in (*NUDGES, grace):
+            for worker, has in enumerate(self._has):
+                if has:
+                    self._ranks.signal(worker, signum)
+            signum = NUDGE
+            while any(self._has) and time.monotonic() < begin + min(seconds, grace):
+                listener.select(max(0.0, begin + min(seconds, grace) - time.monotonic()))
         self._show()
 
     def _show(self) -> None:

@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ...engines.listening import Listener
 from ...engines.local import start_workers
 from ...errors import WorkerDied
 from ...notebook.shell import shell
+from ...system.interrupts import NUDGE, NUDGES, accept_nudges
 from ...system.processes import register_after_fork
 from ...wire import protocol
 from ...wire.messages import Setting
@@ -262,10 +264,22 @@ def show_output(*args: Any) -> None:
 
 
 def interrupt() -> None:
-    """Send an interrupt to the processes, as if they were in the notebook's process group."""
-    for running in process_reader.processes():
-        if running.role.busy():
-            running.signal(signal.SIGINT)
+    """Send an interrupt to the processes, as if they were in the notebook's process group. Works in any thread."""
+    interrupted = [running for running in process_reader.processes() if running.role.busy()]
+    for running in interrupted:
+        running.signal(signal.SIGINT)
+    threading.Thread(target=_nudge, args=(interrupted,), name="nbdist: nudges", daemon=True).start()
+
+
+def _nudge(interrupted: list[Running]) -> None:
+    """Make the processes, and the notebook's main thread, handle an interrupt that came just before a wait."""
+    begin, main = time.monotonic(), threading.main_thread().ident
+    assert main is not None
+    for seconds in NUDGES:
+        time.sleep(max(0.0, begin + seconds - time.monotonic()))
+        signal.pthread_kill(main, NUDGE)
+        for running in interrupted:
+            running.signal(NUDGE)
 
 
 _interrupts: tuple[int, int] | None = None
@@ -289,6 +303,7 @@ def watch_interrupts() -> None:
         os.close(write)
         return
     _interrupts = read, write
+    accept_nudges()
     os.register_at_fork(after_in_child=_heed_no_interrupts)
 
     def listen() -> None:

@@ -133,3 +133,26 @@ def mapped(fn, *items):
 rows = mapped(times, *mapped(times, Row(1), Row(2)))
 multiprocessing.set_start_method(before, force=True)
 print([row.x for row in rows], {type(row) for row in rows} == {Row}, mapped(lambda i: float(big[i]), 7))
+
+
+# %% interrupts that others take
+import contextlib
+import signal
+import threading
+
+
+@contextlib.contextmanager
+def others_take_interrupts():
+    thread = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def late():
+    with others_take_interrupts():
+        print("begun", flush=True)
+        time.sleep(1000)
