@@ -54,7 +54,7 @@ class Settings:
         self._loggers: set[str] = set()  # those that the notebook has set
         self._before: dict[str, Any] = {}  # what options were that the notebook has set
         self._own: set[str] = set()  # variables of the environment that are the rank's own
-        self._patched: dict[tuple[int, str], tuple[Any, Any]] = {}  # what is patched, and what was there
+        self._patched: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # what is patched, with what, and what was there
         self._entered: list[Callable[[], object]] = []  # what takes the entries of registries out again
 
     def follow(self, settings: Mapping[str, bytes]) -> None:
@@ -65,8 +65,7 @@ class Settings:
     def apply_again(self, name: str) -> None:
         """Forget a setting, so that the next `apply` sets it again, because its module was executed again."""
         self._pickled.pop(name, None)
-        self._last.pop(name, None)
-        self._patched.clear()
+        self._last[name] = None  # equals no setting, an empty one neither
 
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
         """Set pickled settings. Globals in them are set where `keep` allows."""
@@ -119,14 +118,18 @@ class Settings:
     def _patches(self, value: Sequence[tuple[Any, str, Any]]) -> None:
         now = {(id(owner), name) for owner, name, _ in value}
         for key in self._patched.keys() - now:  # taken back
-            owner, before = self._patched.pop(key)
+            owner, own, before = self._patched.pop(key)
+            if vars(owner).get(key[1]) is not own:  # its module was executed again
+                continue
             if before is _MISSING:
                 with contextlib.suppress(AttributeError):
                     delattr(owner, key[1])
             else:
                 setattr(owner, key[1], before)
         for owner, name, own in value:
-            self._patched.setdefault((id(owner), name), (owner, vars(owner).get(name, _MISSING)))
+            there = vars(owner).get(name, _MISSING)
+            _, last, before = self._patched.get((id(owner), name), (owner, _MISSING, there))
+            self._patched[id(owner), name] = owner, own, before if there is last else there
             setattr(owner, name, own)
 
     def _registries(self, value: Sequence[Entry]) -> None:

@@ -140,15 +140,30 @@ class Notebook(RuleBasedStateMachine):
             self.told.discard(place)
 
 
+def kernel_with_sessions(kernel: Kernel) -> Kernel:
+    (kernel.cwd / "own_state.py").write_text(MODULE.format(number=0, fill=""))
+    kernel.ok(CELLS["begin"])
+    return kernel
+
+
 @pytest.mark.parametrize(
     "examples, steps",
     [(4, 35), pytest.param(40, 50, marks=[pytest.mark.long("two thousand steps"), pytest.mark.timeout(5400)])],
 )
 def test_ranks_answer_as_the_notebook_does(kernel: Kernel, examples: int, steps: int) -> None:
-    (kernel.cwd / "own_state.py").write_text(MODULE.format(number=0, fill=""))
-    kernel.ok(CELLS["begin"])
+    kernel_with_sessions(kernel)
     how: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
     how["phases"] = [Phase.generate]  # to make a failure shorter would take minutes
     run_state_machine_as_test(
         lambda: Notebook(kernel), settings=settings(max_examples=examples, stateful_step_count=steps, **how)
     )
+
+
+def test_a_patch_that_is_taken_back_after_a_module_was_reloaded(kernel: Kernel) -> None:
+    """A module that is executed again asks for all patches anew, of other modules, too."""
+    state = Notebook(kernel_with_sessions(kernel))
+    state.patch(5)
+    state.call("sessions[0].run")
+    state.edit("write", reload=True)
+    state.patch(None)
+    state.call("sessions[0].run")
