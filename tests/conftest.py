@@ -96,7 +96,7 @@ settings.register_profile("any machine", deadline=None, max_examples=50, suppres
 settings.load_profile("any machine")
 
 
-def poll(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
+def poll(condition: Callable[[], Any], seconds: float = 300.0) -> bool:
     """Wait until `condition()` holds; whether it did in a time that only a hang takes."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -54,7 +54,7 @@ class Settings:
         self._loggers: set[str] = set()  # those that the notebook has set
         self._before: dict[str, Any] = {}  # what options were that the notebook has set
         self._own: set[str] = set()  # variables of the environment that are the rank's own
-        self._patched: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # what is patched, with what, and what was there
+        self._patched: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # the owner, the patch, and what was there
         self._entered: list[Callable[[], object]] = []  # what takes the entries of registries out again
 
     def follow(self, settings: Mapping[str, bytes]) -> None:

@@ -139,7 +139,7 @@ def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
         groups: The process groups, with their names.
         peers: The other ranks' ends of the connections to this one, at which gloo waits.
     """
-    _cut_off(peers)
+    cut_off(peers)
     with contextlib.ExitStack() as together:
         backend = _nccl_backend()
         if backend is not None:  # communicators that are aborted one by one may wait for each other
@@ -147,14 +147,6 @@ def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
             together.callback(backend._group_end)
         for group in sorted(groups, key=lambda group: groups[group], reverse=True):
             nccl.abort(group)
-
-
-def _cut_off(peers: Sequence[Address]) -> None:
-    try:
-        cut_off(peers)
-    except OSError:  # out of descriptors: a call that has raised may hold some until garbage collection
-        gc.collect()
-        cut_off(peers)
 
 
 def _nccl_backend() -> Any:
@@ -278,7 +270,7 @@ class Membership:
         joined = dist is not None and dist.is_initialized()
         if not joined and self.kept is None:
             return
-        _cut_off(peers)
+        cut_off(peers)
         held = [self.kept, process_groups(), self._own_groups.leave()]
         self.kept = None
         if joined:

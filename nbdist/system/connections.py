@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import stat
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -59,13 +60,23 @@ def cut_off(peers: Collection[Address]) -> None:
     process group any more, and a `DistributedDataParallel` refers to it.
     """
     theirs = set(map(tuple, peers))
-    for fd in map(int, os.listdir("/dev/fd")) if theirs else ():
+    for fd in _descriptors() if theirs else ():
         with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[:2] in theirs:
-                    sock.shutdown(socket.SHUT_RDWR)
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                sock = socket.socket(fileno=fd)
+                try:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[:2] in theirs:
+                        sock.shutdown(socket.SHUT_RDWR)
+                finally:
+                    sock.detach()
+
+
+def _descriptors() -> Iterable[int]:
+    """Return the numbers of the open descriptors, or all possible numbers if none is left for the listing."""
+    try:
+        return [int(name) for name in os.listdir("/dev/fd")]
+    except OSError:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _connections(pid: int) -> list[Connection]:

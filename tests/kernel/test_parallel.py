@@ -360,7 +360,7 @@ def test_parallel_map_runs_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureF
     # Each node has room for one: the third worker's tasks wait for the others' tasks.
     nbdist.use(nbdist.RayOptions(address=ray_cluster.address, cpus=3))
     try:
-        with pytest.raises(ValueError, match="say how many"):
+        with pytest.raises(ValueError, match="workers must be a number on a cluster"):
             parallel_map(scaled, range(8), progress=False)
         values = parallel_map(scaled, range(12), 3, chunk=2, progress=False)
         assert [value for value, _, _ in values] == [10 * i for i in range(12)]

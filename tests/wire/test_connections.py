@@ -57,6 +57,20 @@ def test_connections_to_others_and_to_itself_are_left_out() -> None:
     assert between([first, [Connection(b, a)]]) == [[b], [a]]
 
 
+def test_connections_are_cut_where_no_descriptor_is_left(pair: Pair) -> None:
+    client, server = pair
+    taken: list[int] = []
+    with pytest.raises(OSError, match="Too many open files"):
+        while True:
+            taken.append(os.dup(0))
+    try:
+        cut_off([ends(client).peer])
+    finally:
+        for fd in taken:
+            os.close(fd)
+    assert server.recv(1) == b""
+
+
 def test_only_the_connections_to_peers_are_cut(pair: Pair) -> None:
     client, server = pair
     others = connected(socket.AF_INET, "127.0.0.1")
