@@ -2,7 +2,7 @@
 # make quick   what to run between edits: format, lint, type checks, and the tests that take no more than seconds
 # make test    format, lint, and the tests that take no more than half a minute: all that proves nbdist on CPUs
 # make test-all  that, type checks, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
-#              plans, larger trainings (make long), other projects' suites, Colab's kernel, the site
+#              plans, larger trainings (make long), other projects' suites, Colab's kernel, imitated GPUs (make others), the site
 # make mutations  put 40 faults into a copy of the code, one at a time, and see that the tests catch them
 # make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
@@ -45,7 +45,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs pictures lint types format setup clean
+.PHONY: demo test test-all long others quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs pictures lint types format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -69,19 +69,28 @@ test: lint
 quick: lint types
 	@$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
 
+# Most of them wait: for clusters, servers, kernels, a browser.
 long: setup
-	@$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
+	@$(PYTEST) -n 4 -m long $(PYTEST_ARGS)
 
-# The type checker and other projects' suites run beside the rest, and are shown at the end.
+# What runs beside the long tests is shown after them. The site shows the notebooks that these have executed.
 test-all: test
-	@mkdir -p build; { $(MAKE) --no-print-directory types && $(MAKE) --no-print-directory cloudpickle && \
-	    $(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'"; } >build/suites.log 2>&1 </dev/null & \
+	@mkdir -p build; $(MAKE) --no-print-directory others >build/others.log 2>&1 </dev/null & \
 	failed=0; \
 	$(MAKE) --no-print-directory long || failed=1; \
 	$(MAKE) --no-print-directory docs || failed=1; \
+	wait $$! || failed=1; \
+	grep -E "^(FAILED|ERROR|FAIL:)|passed|failed|[Ee]rror|issues|^Ran |^OK" build/others.log; exit $$failed
+
+# Other programs' suites and environments; threads are no processes of ours.
+others: setup
+	@failed=0; \
+	$(MAKE) --no-print-directory types || failed=1; \
+	$(MAKE) --no-print-directory cloudpickle || failed=1; \
+	$(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'" || failed=1; \
 	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
 	$(MAKE) --no-print-directory gpu-imitated || failed=1; \
-	wait $$! || failed=1; grep -E "^(FAILED|ERROR)|passed|failed|[Ee]rror|issues" build/suites.log; exit $$failed
+	exit $$failed
 
 mutations: setup
 	@$(PY) tests/mutate.py
