@@ -158,6 +158,16 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
     return _seen["matplotlib"][1]
 
 
+def sklearn_defaults() -> dict[str, Any]:
+    """Return scikit-learn's own values of its options, which `set_config` changes for a thread alone."""
+    return getattr(sys.modules["sklearn._config"], "_global_config", {})
+
+
+def _sklearn(sklearn: Any) -> dict[str, Any]:
+    defaults = sklearn_defaults()
+    return {name: value for name, value in sklearn.get_config().items() if defaults.get(name, _UNREAD) != value}
+
+
 #: The defaults of the options of polars that are not in the environment. polars keeps them in compiled code.
 _POLARS_DEFAULTS: dict[str, Any] = {
     "set_fmt_float": "mixed",
@@ -200,7 +210,7 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "numpy.errstate": ("numpy", lambda module: (module.geterr(), module.geterrcall(), module.getbufsize())),
     "pandas": ("pandas", _pandas),
     "matplotlib": ("matplotlib", _matplotlib),
-    "sklearn": ("sklearn", lambda module: module.get_config()),
+    "sklearn": ("sklearn", _sklearn),
     "polars": ("polars", _polars),
     "torch": ("torch", torch_modes.read),
 }

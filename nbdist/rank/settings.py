@@ -19,7 +19,7 @@ from ..capture.loggers import describe_handler, own_filters
 from ..capture.reading import Keep, Unreadable, read
 from ..capture.refusals import pickle_setting
 from ..capture.registries import Entry, enter
-from ..capture.settings import SURROUNDINGS, current, same
+from ..capture.settings import SURROUNDINGS, current, same, sklearn_defaults
 from ..devices import VISIBLE
 
 #: Empty while all is at its default: a library need not be imported for that.
@@ -186,6 +186,10 @@ class Settings:
             before = self._before.setdefault(f"matplotlib {key}", matplotlib.rcParams[key])
             matplotlib.rcParams[key] = value.get(key, before)
 
+    def _sklearn(self, value: Mapping[str, Any]) -> None:
+        set_config, last = importlib.import_module("sklearn").set_config, self._last.get("sklearn", ())
+        set_config(**{**{name: sklearn_defaults()[name] for name in last}, **value})
+
     def _polars(self, value: Mapping[str, Any]) -> None:
         config = importlib.import_module("polars").Config
         for name in {*value, *self._last.get("polars", ())}:
@@ -214,7 +218,7 @@ class Settings:
         "numpy.errstate": _numpy_errors,
         "pandas": _pandas,
         "matplotlib": _matplotlib,
-        "sklearn": lambda self, value: importlib.import_module("sklearn").set_config(**value),
+        "sklearn": _sklearn,
         "polars": _polars,
         "torch": _torch_modes,
     }

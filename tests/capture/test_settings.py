@@ -63,6 +63,17 @@ def test_polars_at_its_defaults_is_not_imported_in_ranks(session: Session, capfd
     assert "polars" not in capfd.readouterr().err
 
 
+@pytest.mark.started
+def test_scikit_learn_is_imported_in_ranks_for_changed_options_alone() -> None:
+    sklearn = pytest.importorskip("sklearn")
+    forkserver.stop()  # another test may have asked it to import scikit-learn
+    assert not in_ddp(1, lambda: "sklearn" in sys.modules)
+    with Session(1) as session, sklearn.config_context(working_memory=7):
+        assert session.run(lambda: sys.modules["sklearn"].get_config()["working_memory"]) == 7
+        sklearn.set_config(working_memory=1024)
+        assert session.run(lambda: sys.modules["sklearn"].get_config()["working_memory"]) == 1024
+
+
 def test_a_library_keeps_its_handlers_for_itself() -> None:
     """A handler of a signal, and a formatter, that cannot be sent cost nothing else, and are not warned about."""
 
