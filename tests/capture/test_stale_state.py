@@ -160,7 +160,7 @@ def test_ranks_answer_as_the_notebook_does(kernel: Kernel, examples: int, steps:
 
 
 def test_a_patch_that_is_taken_back_after_a_module_was_reloaded(kernel: Kernel) -> None:
-    """A module that is executed again makes ranks apply all patches again, also those of other modules."""
+    """A module that is executed again makes ranks apply all patches again, also patches of other modules."""
     state = Notebook(kernel_with_sessions(kernel))
     state.patch(5)
     state.call("sessions[0].run")
