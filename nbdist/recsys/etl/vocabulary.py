@@ -168,7 +168,7 @@ class Vocabulary:
         return (weights / weights.sum()).float()
 
     def renewed(self, previous: Vocabulary) -> torch.Tensor:
-        """Return the codes that a value of an earlier vocabulary has left, or that were free and have a value, int64."""
+        """Return the codes whose value is another one than in an earlier vocabulary; a free code has none. Int64."""
         before, now = (one.values.cast(self.values.dtype) for one in (previous, self))
         places = before.ne_missing(now.head(len(before))).arg_true()
         return torch.from_numpy(places.cast(pl.Int64).to_numpy(writable=True)) + self.first_code
