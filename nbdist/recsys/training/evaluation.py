@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ from torchmetrics.retrieval.base import RetrievalMetric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from ...devices import collective_device
+from ...system.annotations import annotated
 from .. import ranks
 from ..loader.base import Loader
 from ..loader.foreign_ids import foreign_ids
@@ -134,6 +136,7 @@ def measure(
     precision: Precision | None,
     tasks: Mapping[str, str],
     columns: Mapping[str, str],
+    batches: int | None = None,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Evaluate like `evaluate`, but return NaN for metrics that cannot be computed, and the reasons.
 
@@ -145,10 +148,11 @@ def measure(
         precision: As for `evaluate`.
         tasks: The task of each metric, by the metric's name.
         columns: The column of weights of each task.
+        batches: The number of first batches of each rank to evaluate. None: all.
     """
     reset(metrics)
-    with evaluating(model):
-        for batch in loader:
+    with evaluating(model), annotated("nbdist:evaluate"):
+        for batch in itertools.islice(loader, batches):
             add_rows(metrics, predicted(model, predict, batch, precision), batch, tasks, columns, loader.repeats)
     return computed(metrics)
 

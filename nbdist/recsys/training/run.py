@@ -21,6 +21,7 @@ from ...devices import collective_device
 from ...numerics.nan import NanCheck, nan_check
 from ...numerics.search import Batch as NumberedBatch
 from ...replay.random_states import random_state, set_random_state
+from ...system.annotations import annotated
 from .. import ranks
 from ..io.partition import Partition
 from ..loader.base import Loader
@@ -119,13 +120,15 @@ class Run:
                 if self._check is not None:
                     again = functools.partial(self._loss_of, batch)
                     self._check.batch = NumberedBatch(self.step + 1, again, batch, self._sizes[number])
-                if weights is None:
-                    loss, part = self.loss_of(batch), self._sizes[number] / total
-                else:
-                    loss, part = self._part_of(batch, self._sizes[number], weights), 1.0
+                with annotated("nbdist:forward"):
+                    if weights is None:
+                        loss, part = self.loss_of(batch), self._sizes[number] / total
+                    else:
+                        loss, part = self._part_of(batch, self._sizes[number], weights), 1.0
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
-                self._scaler.scale(loss * (part * self._ranks)).backward()
+                with annotated("nbdist:backward"):
+                    self._scaler.scale(loss * (part * self._ranks)).backward()
                 if ahead:
                     ahead.proceed()
             self._loss += loss.detach() * (self._sizes[number] if weights is None else total)
@@ -134,8 +137,9 @@ class Run:
         self._scaler.unscale_(optimizer)  # where they overflow on one rank, all ranks leave the step out
         if self.max_grad_norm is not None:
             self.model.clip_gradients(self.max_grad_norm)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        with annotated("nbdist:optimizer"):
+            self._scaler.step(optimizer)
+            self._scaler.update()
         self.step += 1
 
     @contextlib.contextmanager
@@ -191,13 +195,20 @@ class Run:
         """True if the history contains the last step."""
         return bool(len(self.history)) and self.history[-1].step == self.step
 
-    def record(self, valid: Loader | None, metrics: Mapping[str, Metric], tasks: Mapping[str, str]) -> None:
+    def record(
+        self,
+        valid: Loader | None,
+        metrics: Mapping[str, Metric],
+        tasks: Mapping[str, str],
+        batches: int | None = None,
+    ) -> None:
         """Add a record to the history: the training since the last record, and an evaluation.
 
         Args:
             valid: The loader of the rows of the evaluation. None: there is no evaluation.
             metrics: The metrics, by name.
             tasks: The task of each metric, by the metric's name.
+            batches: The number of batches of each rank in the evaluation. None: all.
         """
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
@@ -210,7 +221,7 @@ class Run:
         failed: dict[str, str] = {}
         if valid is not None:
             found, failed = measure(
-                self.model.model, self.predict, valid, metrics, self.precision, tasks, self.objective.columns
+                self.model.model, self.predict, valid, metrics, self.precision, tasks, self.objective.columns, batches
             )
         factor = self.schedule(self.step - 1)  # of the last step, also where the run was resumed after it
         # FBGEMM's are single precision: 0.1 is not quite what it was.
