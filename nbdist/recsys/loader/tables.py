@@ -43,7 +43,8 @@ def to_table(data: Any) -> Columns:
 
 def _column(name: Any, column: Any) -> Column:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
-        column = torch.from_numpy(column if column.flags.writeable else column.copy())
+        possible = column.flags.writeable and min(column.strides, default=0) >= 0
+        column = torch.from_numpy(column if possible else column.copy())
     if isinstance(column, torch.Tensor) and column.ndim:
         # Columns of a pandas frame as one array: rows that lie scattered take 5 to 40 times as long to gather.
         return column if column[:1].is_contiguous() or column.device.type != "cpu" else column.contiguous()

@@ -214,8 +214,8 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
 
 
 def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
-    """Make some rows, always the same: any codes, including the highest, and lists of 0 to 4. Lists of numbers are as
-    long as those of codes."""
+    """Make some rows, always the same: any codes, including the highest, and lists of 0 to 4. If there are lists
+    of numbers, all lists of a row have one length."""
     draw = np.random.default_rng(rows)
     batch: Columns = {}
     alike = any(feature.is_list and feature.size is None for feature in features.values())

@@ -163,7 +163,7 @@ def test_what_is_predicted_contains_nothing_of_the_days_labels(sessions: Session
 
 
 def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: Path) -> None:
-    """The tables stop growing, the delta has the rows that begin as new ones, and nobody gets the vector of an id that
+    """The tables stop growing, the delta has the rows that begin as new ones, and no id gets the vector of one that
     has left."""
     logs = [pl.DataFrame({"user": users, "item": [0] * 8, "liked": [True, False] * 4}) for users in days_of_users()]
 

@@ -708,6 +708,11 @@ def test_lists_of_lists_of_equal_lengths_are_dense(tmp_path: Path, kind: str) ->
             assert torch.equal(batch["keys"], torch.from_numpy(keys)[rows])
 
 
+def test_arrays_in_descending_order() -> None:
+    (batch,) = MemoryLoader({"x": np.arange(6).reshape(3, 2)[::-1, ::-1]}, 3)
+    assert batch["x"].tolist() == [[5, 4], [3, 2], [1, 0]]
+
+
 def test_lists_of_lists_of_other_lengths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="column 'l' must have lists of lists of equal lengths, got 2 and 1: fill"):
         MemoryLoader(pl.DataFrame({"l": [[[1], [2]], [[3]]]}), 1)

@@ -950,7 +950,7 @@ def test_progress_is_shown_in_the_cell(kernel: Kernel) -> None:
 
 
 def test_evaluations_of_a_part_of_the_rows(sessions: Sessions) -> None:
-    """Always of the same first batches; and a profiler is told what a step does."""
+    """Always of the same first batches; and a profiler shows the parts of a step."""
     y = torch.arange(40.0)
 
     def run() -> Any:
