@@ -83,7 +83,7 @@ class Vocabulary:
         seen = counted.drop_nulls("value").select("value", "count")
         total, waits = seen, time_to_live is not None and min_count > 1
         if waits:
-            total = _with_waiting(seen, previous and previous.waiting)
+            total = _with_waiting(seen, None if previous is None else previous.waiting)
         frequent = total.filter(pl.col("count") >= min_count)
         new = (seen.join(frequent, on="value", how="semi") if waits else frequent).sort(
             "count", "value", descending=[True, False]

@@ -24,7 +24,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed import DistributedModelParallel, comm
 from torchrec.distributed.planner.types import Topology
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from ...devices import collective_device
@@ -40,6 +40,7 @@ from .half_tables import SinglePrecision, check_types
 from .hooks import move_inputs
 from .initial import common_seed, fill, free_tables, materialise, without_memory
 from .optimizers import EVERYWHERE, OPTIMIZERS, check_optimizer, fused_types
+from .plan import Plan
 from .planning import Planner, check_topology, choose_kernels, make_sharders
 from .sharded import Sharded, kernels, share_buffers
 from .strategies import ROW_STRATEGIES, Table, choose, of_each, too_large_to_copy
@@ -81,11 +82,7 @@ def build(
         planner = Planner(
             model, tables, chosen, sharders, named, batch_size, memory, device, group, chosen_kernels, topology
         )
-        try:
-            torchrec_plan, plan = planner.plan()
-        except ValueError:
-            replace(model, plain)  # it may be sharded in another way
-            raise
+        torchrec_plan, plan = _planned(planner, model, plain)
         seed = common_seed(device)
         materialise(model, device)
         free_tables(model, tables)
@@ -110,6 +107,15 @@ def build(
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
     return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
+
+
+def _planned(planner: Planner, model: nn.Module, plain: Mapping[str, nn.Module]) -> tuple[ShardingPlan, Plan]:
+    """Return the plans, or raise `ValueError` and put the plain collections back."""
+    try:
+        return planner.plan()
+    except ValueError:
+        replace(model, plain)  # it may be sharded in another way
+        raise
 
 
 def _optimizers_of(

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
 
 from ...devices import collective_device
 from ...numerics.nan import NanCheck, nan_check
@@ -30,7 +29,7 @@ from ..parallel.protocol import Ahead, Parallel
 from .batch_loss import batch_loss, not_finite, not_finite_since
 from .evaluation import Precision, Predict, forward, measure, predicted
 from .history import History, Record
-from .objective import ONLY, Objective
+from .objective import ONLY, Evaluation, Objective
 from .schedule import Schedule
 from .snapshots import Snapshots
 
@@ -195,20 +194,11 @@ class Run:
         """True if the history contains the last step."""
         return bool(len(self.history)) and self.history[-1].step == self.step
 
-    def record(
-        self,
-        valid: Loader | None,
-        metrics: Mapping[str, Metric],
-        tasks: Mapping[str, str],
-        batches: int | None = None,
-    ) -> None:
+    def record(self, evaluation: Evaluation | None) -> None:
         """Add a record to the history: the training since the last record, and an evaluation.
 
         Args:
-            valid: The loader of the rows of the evaluation. None: there is no evaluation.
-            metrics: The metrics, by name.
-            tasks: The task of each metric, by the metric's name.
-            batches: The number of batches of each rank in the evaluation. None: all.
+            evaluation: The evaluation. None: there is none.
         """
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
@@ -219,10 +209,9 @@ class Run:
         self._check_sum(loss)
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
-        if valid is not None:
-            found, failed = measure(
-                self.model.model, self.predict, valid, metrics, self.precision, tasks, self.objective.columns, batches
-            )
+        if evaluation is not None and evaluation.valid is not None:
+            module, columns = self.model.model, self.objective.columns
+            found, failed = measure(module, self.predict, evaluation.valid, evaluation, self.precision, columns)
         factor = self.schedule(self.step - 1)  # of the last step, also where the run was resumed after it
         # FBGEMM's are single precision: 0.1 is not quite what it was.
         rates = {
