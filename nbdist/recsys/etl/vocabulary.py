@@ -26,6 +26,8 @@ class Vocabulary:
     value has one of the codes 1 to `num_buckets`, by its hash, and the codes of known values follow. In a column of
     lists every element has a code, and a null list becomes a list with the code 0.
 
+    With `time_to_live`, a value that was not seen for so long is unknown again, and its code is free for a new value.
+
     Examples:
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Categorify, Workflow
@@ -39,9 +41,10 @@ class Vocabulary:
 
     values: pl.Series
     """The known values, the most frequent first; equally frequent values are in ascending order. Values that a later
-    `fit` has added follow in the same order. Value i has code i + `first_code`."""
+    `fit` has added take the free codes, and then follow, in the same order. Value i has code i + `first_code`; null is
+    a free code."""
     counts: pl.Series
-    """The number of occurrences of each value; int64."""
+    """The number of occurrences of each value since it has its code; int64."""
     lists: bool
     """True if the column holds lists."""
     nulls: int
@@ -50,6 +53,9 @@ class Vocabulary:
     """The number of occurrences of each of the codes 1 to `num_buckets`, which are values too rare to be known."""
     ages: pl.Series | None = None
     """The number of fits since each value was seen, int64. None: values keep their codes."""
+    waiting: pl.DataFrame | None = None
+    """The values that have no code yet: `value`, `count` (the number of occurrences), `age` (as in `ages`). None: they
+    are not recorded."""
 
     @classmethod
     def of(
@@ -71,10 +77,17 @@ class Vocabulary:
             max_size: The largest number of codes, including null and unseen. None: any number.
             num_buckets: The number of codes for unknown values.
             previous: An earlier vocabulary. Its values keep their codes, and its counts are added.
-            time_to_live: The number of fits without a value after which its code goes to a new one. None: it stays.
+            time_to_live: The number of fits without a value after which its code is free. None: it stays, and only
+                occurrences in one fit count for `min_count`.
         """
-        seen = counted.drop_nulls("value")
-        new = seen.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
+        seen = counted.drop_nulls("value").select("value", "count")
+        total, waits = seen, time_to_live is not None and min_count > 1
+        if waits:
+            total = _with_waiting(seen, None if previous is None else previous.waiting)
+        frequent = total.filter(pl.col("count") >= min_count)
+        new = (seen.join(frequent, on="value", how="semi") if waits else frequent).sort(
+            "count", "value", descending=[True, False]
+        )
         new = new.with_columns(age=pl.lit(0, pl.Int64))
         old = new.clear()
         if previous is not None:
@@ -85,7 +98,11 @@ class Vocabulary:
             old = old.with_columns(pl.col("count") + again, age=pl.when(again > 0).then(0).otherwise(pl.col("age") + 1))
             new = new.join(old, on="value", how="anti", maintain_order="left")
             if time_to_live is not None:
-                old, new = _replaced(old, new, time_to_live)
+                gone = pl.col("age") >= time_to_live
+                old = old.with_columns(
+                    pl.when(~gone).then("value"), pl.when(gone).then(0).otherwise("count").alias("count")
+                )
+                old, new = _placed(old, new)
         if max_size is not None:
             new = new.head(max(0, max_size - 1 - num_buckets - len(old)))
         kept = pl.concat([old, new]).rechunk()
@@ -97,7 +114,10 @@ class Vocabulary:
         nulls = int(counted.filter(pl.col("value").is_null())["count"].sum())
         if previous is not None:
             nulls, buckets = nulls + previous.nulls, buckets + previous.bucket_counts
-        return cls(kept["value"], kept["count"], lists, nulls, buckets, kept["age"] if time_to_live else None)
+        waiting = None
+        if waits:
+            waiting = total.filter(pl.col("age") < time_to_live).join(kept, on="value", how="anti").sort("value")
+        return cls(kept["value"], kept["count"], lists, nulls, buckets, kept["age"] if time_to_live else None, waiting)
 
     @property
     def num_buckets(self) -> int:
@@ -121,7 +141,8 @@ class Vocabulary:
 
     def mapping(self) -> dict[Any, int]:
         """The code of each known value, as plain Python."""
-        return {value: code for code, value in enumerate(self.values.to_list(), self.first_code)}
+        codes = enumerate(self.values.to_list(), self.first_code)
+        return {value: code for code, value in codes if value is not None}
 
     def shares(self) -> torch.Tensor:
         """Return the share of each code in all rows that `fit` saw, or in all elements of lists.
@@ -147,9 +168,9 @@ class Vocabulary:
         return (weights / weights.sum()).float()
 
     def renewed(self, previous: Vocabulary) -> torch.Tensor:
-        """Return the codes that have gone from a value of an earlier vocabulary to another one, int64."""
+        """Return the codes whose value is another one than in an earlier vocabulary; a free code has none. Int64."""
         before, now = (one.values.cast(self.values.dtype) for one in (previous, self))
-        places = (before != now.head(len(before))).arg_true()
+        places = before.ne_missing(now.head(len(before))).arg_true()
         return torch.from_numpy(places.cast(pl.Int64).to_numpy(writable=True)) + self.first_code
 
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
@@ -161,7 +182,7 @@ class Vocabulary:
         dtype = dtype.inner if self.lists else dtype
         if not dtype.is_integer():
             dtype = self.values.dtype  # strings for categories
-        table = pl.DataFrame({f"value of {codes}": self.values, codes: self._numbers()})
+        table = self._codes.rename({"value": f"value of {codes}", "code": codes})
         if self.lists:
             table, value = keyed_like(table, {f"value of {codes}": dtype}), pl.element()
             known = value.cast(dtype).replace_strict(
@@ -186,11 +207,13 @@ class Vocabulary:
 
     @cached_property
     def _by_position(self) -> DirectTable | None:
-        return DirectTable.of(self.values, pl.DataFrame({"code": self._numbers()}))
+        return DirectTable.of(self._codes["value"], self._codes.select("code"))
 
-    def _numbers(self) -> pl.Series:
-        """Return the code of each of the `values`."""
-        return pl.int_range(self.first_code, self.size, dtype=pl.Int64, eager=True)
+    @property
+    def _codes(self) -> pl.DataFrame:
+        """The known values, `value`, with their codes, `code`."""
+        codes = pl.int_range(self.first_code, self.size, dtype=pl.Int64, eager=True)
+        return pl.DataFrame({"value": self.values, "code": codes}).drop_nulls("value")
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -202,9 +225,19 @@ class Vocabulary:
         return codes.fill_null(pl.lit([NULL_CODE], pl.List(pl.Int64)) if self.lists else pl.lit(NULL_CODE, pl.Int64))
 
 
-def _replaced(old: pl.DataFrame, new: pl.DataFrame, time_to_live: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Give the places of values that are too old to new values; return both, without the new ones that have a place."""
-    free = (old["age"] >= time_to_live).arg_true().head(len(new))
+def _with_waiting(seen: pl.DataFrame, before: pl.DataFrame | None) -> pl.DataFrame:
+    """Return the counted values of a fit and those that wait: with their occurrences since they wait, and with the
+    number of fits since they were seen."""
+    now = seen.with_columns(age=pl.lit(0, pl.Int64))
+    if before is None:
+        return now
+    before = before.with_columns(pl.col("value").cast(seen.schema["value"]), pl.col("age") + 1)
+    return pl.concat([now, before]).group_by("value").agg(pl.col("count").sum(), pl.col("age").min())
+
+
+def _placed(old: pl.DataFrame, new: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Give the free codes of old values, which are null, to new values; return both, without the new ones placed."""
+    free = old["value"].is_null().arg_true().head(len(new))
     taken = new.head(len(free)).with_columns(place=free.cast(pl.Int64))
     numbered = old.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64))
     kept = numbered.join(taken, on="place", how="anti")

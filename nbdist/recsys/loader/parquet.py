@@ -15,7 +15,7 @@ from ..io.inspection import inspect
 from ..io.row_groups import Piece, RowGroup
 from ..io.storage import Paths
 from .columns import Columns, Ragged, join
-from .tables import check_type, is_list, to_columns
+from .tables import check_type, innermost, is_list, is_ragged, to_columns
 
 
 class ParquetFiles:
@@ -78,7 +78,8 @@ class ParquetFiles:
             room: The smallest number of rows in `spare`.
 
         Raises:
-            ValueError: A file has changed since it was first read, or a column has nulls. The error names the file.
+            ValueError: A file has changed since it was first read, or a column has nulls, or lists of lists of
+                different lengths. The error names the file.
         """
         parts: list[Columns] = []
         columns: Columns = {}
@@ -99,6 +100,11 @@ class ParquetFiles:
                         columns[name] = _memory(name, column, total, room, spare)
                     whole = columns[name]
                     assert isinstance(whole, Tensor)
+                    if whole.shape[1:] != column.shape[1:]:
+                        raise ValueError(
+                            f"{where}: column {name!r} must have lists of equal lengths in all row groups, got "
+                            f"{tuple(column.shape[1:])}, and {tuple(whole.shape[1:])} before: fill them up"
+                        )
                     whole[row : row + len(column)] = column
                     del part[name]
             row += stop - start
@@ -159,7 +165,7 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Loca
 def _plain(kind: pa.DataType) -> pa.DataType:
     """Return a type without distinctions that tensors lack: pandas writes lists with small offsets, polars with large
     ones."""
-    return pa.large_list(kind.value_type) if is_list(kind) else kind
+    return pa.large_list(_plain(kind.value_type)) if is_list(kind) else kind
 
 
 def _roots(schema: pa.Schema) -> list[str]:
@@ -181,8 +187,7 @@ def _size(group: Any, types: Mapping[str, pa.DataType], roots: Sequence[str]) ->
         kind = types.get(roots[index])
         if kind is None:
             continue
-        nested = is_list(kind) or pa.types.is_fixed_size_list(kind)
-        inner = kind.value_type if nested else kind
+        inner, ragged = innermost(kind), is_ragged(kind)
         width = 1 if pa.types.is_boolean(inner) else inner.bit_width // 8
-        size += chunk.num_values * width * (2 if is_list(kind) else 1) + (16 * group.num_rows if is_list(kind) else 0)
+        size += chunk.num_values * width * (2 if ragged else 1) + (16 * group.num_rows if ragged else 0)
     return size

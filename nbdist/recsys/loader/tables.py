@@ -43,7 +43,8 @@ def to_table(data: Any) -> Columns:
 
 def _column(name: Any, column: Any) -> Column:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
-        column = torch.from_numpy(column if column.flags.writeable else column.copy())
+        possible = column.flags.writeable and min(column.strides, default=0) >= 0
+        column = torch.from_numpy(column if possible else column.copy())
     if isinstance(column, torch.Tensor) and column.ndim:
         # Columns of a pandas frame as one array: rows that lie scattered take 5 to 40 times as long to gather.
         return column if column[:1].is_contiguous() or column.device.type != "cpu" else column.contiguous()
@@ -70,13 +71,13 @@ def dtype_of(column: Column) -> str:
 
 def to_columns(table: pa.Table, where: str) -> Columns:
     """Return an Arrow table's columns as tensors of the same dtypes; lists become `Ragged`, fixed-size lists
-    2-dimensional.
+    2-dimensional, and lists of lists of equal lengths 3-dimensional.
 
     The result may share memory with the table if the type allows it: do not write to it.
 
     Raises:
-        ValueError: A column has nulls, or a type without a tensor; the message begins with `where` and names the
-            column.
+        ValueError: A column has nulls, or lists of lists of different lengths, or a type without a tensor; the message
+            begins with `where` and names the column.
     """
     return {name: _to_column(table.column(name), f"{where}: column {name!r}") for name in table.column_names}
 
@@ -86,12 +87,33 @@ def _to_column(chunked: pa.ChunkedArray, where: str) -> Any:
     array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
     if array.null_count:
         raise ValueError(f"{where} has {array.null_count} null(s), which a tensor cannot hold: fill or drop them first")
-    if pa.types.is_fixed_size_list(array.type):
-        return _dense(array.flatten(), where).reshape(len(array), array.type.list_size)
+    if pa.types.is_fixed_size_list(array.type) or (is_list(array.type) and _is_nested(array.type.value_type)):
+        return _rectangular(array, where)
     if is_list(array.type):
         offsets = array.offsets.to_numpy().astype(np.int64)
         return Ragged(_dense(array.flatten(), where), torch.from_numpy(offsets - offsets[0]))
     return _dense(array, where)
+
+
+def _rectangular(array: pa.Array, where: str) -> torch.Tensor:
+    """Return lists of equal lengths, or lists of such lists, as a tensor; shape (rows, length of each list, ...)."""
+    shape = [len(array)]
+    while _is_nested(array.type):
+        if pa.types.is_fixed_size_list(array.type):
+            shape.append(array.type.list_size)
+        else:
+            lengths = np.diff(array.offsets.to_numpy())
+            shape.append(int(lengths[0]) if len(lengths) else 0)
+            if (lengths != shape[-1]).any():
+                raise ValueError(
+                    f"{where} must have lists of lists of equal lengths, got {shape[-1]} and "
+                    f"{lengths[lengths != shape[-1]][0]}: fill them up, or flatten them, as with "
+                    "pl.col(...).list.eval(pl.element().explode())"
+                )
+        array = array.flatten()
+        if array.null_count:
+            raise ValueError(f"{where} has lists with {array.null_count} null(s) in them: fill or drop them first")
+    return _dense(array, where).reshape(shape)
 
 
 def _dense(array: pa.Array, where: str) -> torch.Tensor:
@@ -106,12 +128,24 @@ def is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
+def _is_nested(kind: pa.DataType) -> bool:
+    return is_list(kind) or bool(pa.types.is_fixed_size_list(kind))
+
+
+def innermost(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the elements of lists, or of lists of lists."""
+    return innermost(kind.value_type) if _is_nested(kind) else kind
+
+
+def is_ragged(kind: pa.DataType) -> bool:
+    """Return whether columns of a type become `Ragged`."""
+    return is_list(kind) and not _is_nested(kind.value_type)
+
+
 def check_type(kind: pa.DataType, where: str) -> None:
-    inner = kind.value_type if is_list(kind) or pa.types.is_fixed_size_list(kind) else kind
+    inner = innermost(kind)
     if not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
-        advice = "turn it into numbers first (categorify, cast)"
-        if is_list(inner) or pa.types.is_fixed_size_list(inner):
-            advice = "flatten lists of lists first, as with pl.col(...).list.eval(pl.element().explode())"
         raise ValueError(
-            f"{where} is {kind}, which has no tensor: {advice}, or choose the columns to read with columns="
+            f"{where} is {kind}, which has no tensor: turn it into numbers first (categorify, cast), or choose the "
+            "columns to read with columns="
         )

@@ -24,8 +24,7 @@ class HSTU(NextItemModel):
         items: The number of codes of items.
         column: The column of histories: lists of codes in the order of time. The table has the same name.
         times: The column of the times of these items: lists of seconds since 1970, as long as the lists of
-            `column`. None: the model uses only the order of the items. `export_ensemble` accepts no lists of numbers,
-            so a model with times cannot be exported.
+            `column`. None: the model uses only the order of the items.
         now: The column of the time, in seconds since 1970, for which `query` predicts the next item. In a batch without
             this column, it is the time of the last item.
         length: The number of last items of a history that the model reads.
@@ -87,9 +86,14 @@ class HSTU(NextItemModel):
         if self.times is None:
             return None
         codes, times = batch[self.column], batch[self.times]
-        if not isinstance(times, Ragged) or not isinstance(codes, Ragged) or len(times.values) != len(codes.values):
+        # In an export, a comparison would make the lengths of the example constants.
+        if (
+            not isinstance(times, Ragged)
+            or not isinstance(codes, Ragged)
+            or (not torch.compiler.is_compiling() and times.values.shape != codes.values.shape)
+        ):
             raise ValueError(f"`{self.times}` must have lists of the same lengths as `{self.column}`")
-        known, there = padded(times, self.length + (not asked))
+        known, there = padded(times, self.length + (not asked), codes)
         if not asked:
             return known[:, :-1], known[:, 1:]  # an item is asked for when it comes
         last = known.gather(1, (there.sum(1, keepdim=True) - 1).clamp(min=0)).squeeze(1)

@@ -132,12 +132,13 @@ class NextItemModel(nn.Module):
         return places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
 
 
-def padded(column: Column, length: int) -> tuple[Tensor, Tensor]:
+def padded(column: Column, length: int, codes: Ragged | None = None) -> tuple[Tensor, Tensor]:
     """Pad lists of codes to rows of equal length: the last `length` codes of each list, and zeros after shorter ones.
 
     Args:
-        column: Lists of codes, in the order of time.
+        column: Lists of codes, in the order of time; or of any numbers, with `codes`.
         length: The length of each row.
+        codes: The lists of codes whose elements the numbers belong to, of the same lengths. None: `column` has codes.
 
     Returns:
         The codes, shape (rows, length), and a mask of the codes that are not padding, of the same shape.
@@ -161,7 +162,7 @@ def padded(column: Column, length: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"a column of lists is needed, and this one has the shape {tuple(column.shape)}")
     values, offsets = column
     # A server's lists are filled up with -1 at their ends; see `triton.onnx`.
-    known = torch.cat([offsets.new_zeros(1), (values >= 0).cumsum(0)])
+    known = torch.cat([offsets.new_zeros(1), ((values if codes is None else codes.values) >= 0).cumsum(0)])
     ends = offsets[:-1] + known[offsets[1:]] - known[offsets[:-1]]
     starts = torch.maximum(ends - length, offsets[:-1])
     places = starts[:, None] + torch.arange(length, device=values.device)  # (rows, length)

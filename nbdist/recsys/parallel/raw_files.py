@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from .raw_tables import RawTables
 PARTS = "raw_ids"
 """The key of the number of files in a checkpoint's state."""
 _OPTIMIZER = "optimizer."
+_BLOCK = 1 << 16
+"""The number of rows that are loaded at once."""
 
 
 def save(folder: str | os.PathLike[str], tables: RawTables) -> None:
@@ -46,11 +50,23 @@ def load(folder: str | os.PathLike[str], tables: RawTables, parts: int, optimize
         table.clear()
         if optimizer:
             tables.optimizer.state.pop(table.weight, None)
-        for state in states:
-            own = tables.own(state)
+        for part in itertools.chain.from_iterable(map(_blocks, states)):
+            own = tables.own(part)
             rows = table.add_state(own)
             if optimizer:
                 _add_optimizer_state(tables, path, own, rows)
+
+
+def _blocks(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield a state in parts, so that only the rows of a part are in memory."""
+    for start in range(0, len(state["ids"]) or 1, _BLOCK):
+        waiting = slice(None) if start == 0 else slice(0)
+        yield {
+            name: value[waiting if name.startswith("waiting_") else slice(start, start + _BLOCK)]
+            if value.ndim
+            else value
+            for name, value in state.items()
+        }
 
 
 def _state(tables: RawTables, path: str) -> dict[str, Tensor]:
@@ -61,7 +77,7 @@ def _state(tables: RawTables, path: str) -> dict[str, Tensor]:
     tables.row_state(table.weight)  # as long as the table
     for name, value in kept.items():
         if isinstance(value, Tensor):
-            state[_OPTIMIZER + name] = value[rows] if value.ndim else value
+            state[_OPTIMIZER + name] = table.store.taken(value, rows) if value.ndim else value
     return {name: value.cpu() for name, value in state.items()}
 
 
@@ -76,8 +92,7 @@ def _add_optimizer_state(tables: RawTables, path: str, own: dict[str, Tensor], r
             kept[key] = value.clone()
             continue
         if key not in kept:
-            initial = tables.initial(weight, key)
-            kept[key] = torch.full_like(weight.detach(), initial)
+            kept[key] = tables.made_longer(weight, key, value[:0].to(weight.device))
         tables.row_state(weight)[key][rows] = value.to(weight.device)
 
 

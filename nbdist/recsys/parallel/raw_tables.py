@@ -113,8 +113,13 @@ class RawTables:
         state = self.optimizer.state.get(weight, {})
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
-                state[name] = grown(value, len(weight), self.initial(weight, name))
+                state[name] = self.made_longer(weight, name, value)
         return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+
+    def made_longer(self, weight: nn.Parameter, name: str, value: Tensor) -> Tensor:
+        """Return the optimizer's state of some rows with the number of rows of the table."""
+        store, initial = self.tables[self._weights[weight]].store, self.initial(weight, name)
+        return store.grown(f"optimizer.{name}", value, len(weight), initial)
 
     def initial(self, weight: Tensor, name: str) -> float:
         """Return the initial value of the optimizer's state of an element."""
@@ -168,8 +173,7 @@ class RawTables:
             for name, value in after.items():
                 if isinstance(value, Tensor) and value.ndim:
                     if name not in state:
-                        initial = self.initial(weight, name)
-                        state[name] = value.new_full((len(weight), *value.shape[1:]), initial)
+                        state[name] = self.made_longer(weight, name, value[:0])
                     state[name].index_copy_(0, rows, value)
                 else:
                     state[name] = value

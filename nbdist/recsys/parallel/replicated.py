@@ -88,7 +88,9 @@ class Replicated:
         whole = raw_files.gather(self._raw) if self._raw is not None else {}
         if dist.get_rank() != 0:
             return None
-        plain = copy.deepcopy(self.module).cpu()
+        # Without the rows, which come after it.
+        tables = self._raw.tables.values() if self._raw is not None else ()
+        plain = copy.deepcopy(self.module, {id(one.weight): nn.Parameter(one.weight[:0].cpu()) for one in tables}).cpu()
         for path, state in (whole or {}).items():
             table: Any = plain.get_submodule(path)
             table.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -63,6 +64,10 @@ class RawIds:
     """The vector of ids without a row: "zeros", or "learned": one vector for all of them, which is trained."""
     bound: float = 0.01
     """The bound of the elements of a new row, which are uniform from -bound to bound and computed from the id."""
+    folder: str | os.PathLike[str] | None = None
+    """A folder on each rank's own SSD, for a table larger than memory: rows and their optimizer's state are in files
+    there, and the operating system keeps those used last in free memory. The map of ids stays in memory, some 80 bytes
+    for a row. Only for CPU ranks. None: all is in memory."""
 
     def __post_init__(self) -> None:
         for name in ("capacity", "capacity_bytes", "admit_after", "time_to_live"):
@@ -79,3 +84,5 @@ class RawIds:
         if self.unknown not in ("zeros", "learned"):
             raise ValueError(f'`unknown` must be "zeros" or "learned", got {self.unknown!r}')
         check_number(self.bound, name="`bound`")
+        if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
+            raise TypeError(f"`folder` must be a path or None, got {self.folder!r}")

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .counted import CountedIds, grown
+from .counted import CountedIds
 from .mixing import initial_rows, mixed, uniform
 from .options import RawIds
+from .row_store import RowStore
 
 _STATE = ("ids", "weight", "counts", "last", "waiting_ids", "waiting_counts", "waiting_last", "batches")
 """The tensors of `rows_state`."""
@@ -61,7 +62,11 @@ class RawTable(nn.Module):
         """The number of look-ups in training."""
         self.batches_before = 0
         """The same number after the last step."""
-        self.weight = nn.Parameter(torch.zeros(self.rows.map.allocated, width, device=device))
+        self.store = RowStore(options.folder)
+        """The memory of the rows, and of their state in an optimizer."""
+        self.weight = nn.Parameter(
+            self.store.grown("weight", torch.zeros(0, width, device=device), self.rows.map.allocated)
+        )
         self.default_row = nn.Parameter(torch.zeros(width, device=device)) if options.unknown == "learned" else None
         self.look_ups: LookUps | None = None
 
@@ -139,7 +144,7 @@ class RawTable(nn.Module):
     def put(self, records: Records, weight: Tensor | None = None) -> Tensor:
         """Add new ids, and return their rows. Without `weight`, the rows get their initial vectors."""
         rows = self.rows.add(records.ids, records.counts, records.last)
-        self.weight.data = grown(self.weight.data, self.rows.map.allocated)
+        self.weight.data = self.store.grown("weight", self.weight.data, self.rows.map.allocated)
         if weight is None:
             weight = initial_rows(records.ids, self.weight.shape[1], self.options.bound)
         self.weight[rows] = weight.to(self.weight)
@@ -152,7 +157,8 @@ class RawTable(nn.Module):
         waiting = self.waiting.map.rows()
         waiting = waiting[self.waiting.map.ids_of(waiting).argsort()]
         found = (
-            *(self.rows.map.ids_of(rows), self.weight.detach()[rows], self.rows.counts(rows), self.rows.last(rows)),
+            *(self.rows.map.ids_of(rows), self.store.taken(self.weight.detach(), rows)),
+            *(self.rows.counts(rows), self.rows.last(rows)),
             *(self.waiting.map.ids_of(waiting), self.waiting.counts(waiting), self.waiting.last(waiting)),
             torch.tensor(self.batches),
         )
@@ -162,7 +168,9 @@ class RawTable(nn.Module):
         """Remove all rows."""
         device, self.batches, self.batches_before = self.weight.device, 0, 0
         self.rows, self.waiting = CountedIds(device), CountedIds(device)
-        self.weight.data = self.weight.new_zeros(self.rows.map.allocated, self.weight.shape[1])
+        self.weight.data = self.store.grown(
+            "weight", self.weight.data.new_zeros(0, self.weight.shape[1]), self.rows.map.allocated
+        )
 
     def add_state(self, state: dict[str, Tensor]) -> Tensor:
         """Add the rows that `rows_state` has returned, and return their row numbers on this rank."""

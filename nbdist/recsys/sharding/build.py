@@ -23,7 +23,8 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed import DistributedModelParallel, comm
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.planner.types import Topology
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from ...devices import collective_device
@@ -39,7 +40,8 @@ from .half_tables import SinglePrecision, check_types
 from .hooks import move_inputs
 from .initial import common_seed, fill, free_tables, materialise, without_memory
 from .optimizers import EVERYWHERE, OPTIMIZERS, check_optimizer, fused_types
-from .planning import Planner, make_sharders
+from .plan import Plan
+from .planning import Planner, check_topology, choose_kernels, make_sharders
 from .sharded import Sharded, kernels, share_buffers
 from .strategies import ROW_STRATEGIES, Table, choose, of_each, too_large_to_copy
 
@@ -55,6 +57,8 @@ def build(
     dense_optimizer: MakeOptimizer | None,
     fused: bool | None,
     memory: int | None,
+    compute_kernels: Mapping[str, str],
+    topology: Topology | None,
     checked: bool,
 ) -> Sharded:
     """Shard a model; `shard` describes arguments and errors. TorchRec must be installed."""
@@ -63,6 +67,8 @@ def build(
     named, rates = _optimizers_of(tables, optimizer, lr, device, fused)
     check_types(tables)
     chosen = choose(strategies, tables)
+    chosen_kernels = choose_kernels(compute_kernels, tables, device, fused)
+    check_topology(topology, memory, device)
     dense = _dense_parameters(model, tables, dense_optimizer)
     _warn_of_copies(tables, chosen, batch_size)
     sharders = make_sharders({"eps": eps})
@@ -73,12 +79,10 @@ def build(
         # gloo sends what ranks of one machine have for each other through its network's loopback.
         group = shared_group() if device.type == "cpu" else None
         model = replace(model, {path: to_torchrec(one) for path, one in plain.items()})
-        planner = Planner(model, tables, chosen, sharders, named, batch_size, memory, device, group)
-        try:
-            torchrec_plan, plan = planner.plan()
-        except ValueError:
-            replace(model, plain)  # it may be sharded in another way
-            raise
+        planner = Planner(
+            model, tables, chosen, sharders, named, batch_size, memory, device, group, chosen_kernels, topology
+        )
+        torchrec_plan, plan = _planned(planner, model, plain)
         seed = common_seed(device)
         materialise(model, device)
         free_tables(model, tables)
@@ -103,6 +107,15 @@ def build(
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
     return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
+
+
+def _planned(planner: Planner, model: nn.Module, plain: Mapping[str, nn.Module]) -> tuple[ShardingPlan, Plan]:
+    """Return the plans, or raise `ValueError` and put the plain collections back."""
+    try:
+        return planner.plan()
+    except ValueError:
+        replace(model, plain)  # it may be sharded in another way
+        raise
 
 
 def _optimizers_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +30,8 @@ def shard(
     dense_optimizer: MakeOptimizer | None = None,
     fused: bool | None = None,
     memory_bytes: int | None = None,
+    compute_kernels: Mapping[str, str] | None = None,
+    topology: Any | None = None,
     checked: bool = True,
 ) -> Sharded:
     """Shard the embedding tables of `model` over all ranks. All ranks must call it, with the same arguments.
@@ -66,6 +69,11 @@ def shard(
         memory_bytes: The number of bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on
             CPUs, shared by the ranks of this machine), minus four times the size of the other parameters, for gradients
             and moments.
+        compute_kernels: A mapping from table names or patterns to TorchRec's compute kernels: "fused", in the device's
+            memory; on GPUs also "fused_uvm", in the host's memory, or "fused_uvm_caching", there with a cache of rows
+            on the GPU. Not with `fused=False`. None: in the device's memory.
+        topology: A `torchrec.distributed.planner.Topology` of these ranks, for the planner. It replaces the measured
+            bandwidths and `memory_bytes`. None: the bandwidths are measured.
         checked: Whether an id outside its table raises `ValueError` in its step. On GPUs, each step waits for this
             check, unless a loader with `keyed=` has already checked the ids. Without the check, such an id reads and
             trains another row.
@@ -112,5 +120,7 @@ def shard(
         dense_optimizer=dense_optimizer,
         fused=fused,
         memory=memory_bytes,
+        compute_kernels=compute_kernels or {},
+        topology=topology,
         checked=checked,
     )

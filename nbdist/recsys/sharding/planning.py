@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -21,16 +21,25 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, Stats, Topology
 from torchrec.distributed.types import ShardingPlan
 
+from ...checks import shown
 from .bandwidth import Bandwidth, measure
 from .plan import Plan, Shard
-from .strategies import STRATEGIES, Table, column_parts, refusal, too_large_to_copy
+from .strategies import STRATEGIES, Table, by_table, column_parts, refusal, too_large_to_copy
 
 #: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec
 #: takes as much.
 RESERVE = 0.15
 #: Of TorchRec's ways to hold a table those in the device's own memory. The others take the host's for a GPU, without
-#: a word where the GPU's does not do, and each lookup goes through the bus.
+#: a word where the GPU's does not do, and each lookup goes through the bus: only for tables that ask for it.
 _KERNELS = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value]
+
+
+_CPU_KERNELS = [EmbeddingComputeKernel.FUSED.value]
+_GPU_KERNELS = [
+    *_CPU_KERNELS,
+    EmbeddingComputeKernel.FUSED_UVM.value,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+]
 
 
 def make_sharders(fused: dict[str, Any]) -> list[Any]:
@@ -58,21 +67,28 @@ class Planner:
     device: torch.device
     group: Any
     """The process group that exchanges the rows. None: the default process group."""
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    """The compute kernel of each table, except tables in the device's memory."""
+    topology: Topology | None = None
+    """The topology that the user gives. None: it is measured."""
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
         """Make a plan for TorchRec, and one for the user, on rank 0; all ranks get both plans, or the exception."""
         nranks, local = dist.get_world_size(), comm.get_local_size()
         constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
-        bandwidth = measure(self.device, self.group)
-        memory, left = self.memory, ""
-        if memory is None:
+        topology, memory, left = self.topology, self.memory, ""
+        if topology is not None:
+            memory = min(_bytes(one.storage) if one.storage.hbm == 0 else one.storage.hbm for one in topology.devices)
+        elif memory is None:
             free, rank = _least_free(self.device, local)
             memory = max(0, int(free * (1 - RESERVE)) - self._dense_bytes())
             left = f" ({free:,} are free on rank {rank}; the rest is for dense layers, activations and what is sent)"
+        if topology is None:
+            topology = _topology(self.device.type, nranks, local, measure(self.device, self.group), memory)
         outcome: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                outcome = [self._plan_here(constraints, nranks, local, bandwidth, memory, left)]
+                outcome = [self._plan_here(constraints, topology, memory, left)]
             except ValueError as error:
                 outcome = [error]
         dist.broadcast_object_list(outcome, src=0, device=self.device)
@@ -99,7 +115,7 @@ class Planner:
         parts = column_parts(strategy or "column_wise", nranks, local)
         return ParameterConstraints(
             sharding_types=possible,
-            compute_kernels=_KERNELS,
+            compute_kernels=[self.kernels[table.name]] if table.name in self.kernels else _KERNELS,
             min_partition=columns // parts if columns % (4 * parts) == 0 else columns,
             pooling_factors=[1.0] * len(features),
             feature_names=features,
@@ -108,17 +124,15 @@ class Planner:
     def _plan_here(
         self,
         constraints: dict[str, ParameterConstraints],
-        nranks: int,
-        local: int,
-        bandwidth: Bandwidth,
+        topology: Topology,
         memory: int,
         left: str,
     ) -> tuple[ShardingPlan, Plan]:
         """Plan for ranks that may use `memory` bytes each. `left` is a text for the error: the use of the other free
         bytes."""
-        chosen = _Chosen()
+        nranks, chosen = topology.world_size, _Chosen()
         planner = EmbeddingShardingPlanner(
-            topology=_topology(self.device.type, nranks, local, bandwidth, memory),
+            topology=topology,
             batch_size=self.batch_size,
             constraints=constraints,
             storage_reservation=FixedPercentageStorageReservation(0.0),
@@ -168,6 +182,39 @@ class Planner:
         order = list(self.tables)
         shards.sort(key=lambda s: (order.index(s.table), s.rank, s.row, s.column))
         return Plan(tuple(shards), nranks)
+
+
+def choose_kernels(
+    given: Mapping[str, str], tables: Mapping[str, Table], device: torch.device, fused: bool | None
+) -> dict[str, str]:
+    """Return the compute kernel of each table that `given` matches.
+
+    Raises:
+        ValueError: This device has no such kernel, or tables are not fused.
+    """
+    possible = _CPU_KERNELS if device.type == "cpu" else _GPU_KERNELS
+    for pattern, kernel in given.items():
+        if kernel not in possible:
+            raise ValueError(
+                f"`compute_kernels[{pattern!r}]` must be one of {', '.join(possible)} on a {device.type} rank, got "
+                f"{kernel!r}"
+            )
+    if given and fused is False:
+        raise ValueError("`compute_kernels` must be None with fused=False: the kernels are of fused tables")
+    return by_table(given, tables)
+
+
+def check_topology(topology: Any, memory: int | None, device: torch.device) -> None:
+    """Raise an error unless a topology is None, or describes these ranks."""
+    if topology is None:
+        return
+    if not isinstance(topology, Topology):
+        raise TypeError(f"`topology` must be a torchrec.distributed.planner.Topology, got {shown(topology)}")
+    if memory is not None:
+        raise ValueError("give `memory_bytes` or `topology`, which has the memory of each rank, one of the two")
+    found, here = (topology.world_size, topology.compute_device), (dist.get_world_size(), device.type)
+    if found != here:
+        raise ValueError(f"`topology` must be of {here[0]} {here[1]} ranks, got one of {found[0]} {found[1]} ranks")
 
 
 def _least_free(device: torch.device, local: int) -> tuple[int, int]:

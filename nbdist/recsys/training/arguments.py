@@ -67,7 +67,11 @@ def check_options(
 
 
 def evaluation_of(
-    goal: Objective, valid: Loader | None, metrics: Mapping[str, Any] | None, patience: int | None
+    goal: Objective,
+    valid: Loader | None,
+    metrics: Mapping[str, Any] | None,
+    patience: int | None,
+    batches: int | None,
 ) -> Evaluation:
     """Return the evaluations. Without `metrics`, they have the metrics of click models for each task.
 
@@ -85,7 +89,7 @@ def evaluation_of(
         raise ValueError("`valid` must be given where `metrics` is, got None: they are measured on its rows")
     if valid is not None and (foreign := {*tasks.values()} - goal.losses.keys()):
         raise ValueError(f"`metrics` and `loss` must have the same tasks, got metrics of {min(foreign)!r} alone")
-    return Evaluation(valid, flat, tasks, patience)
+    return Evaluation(valid, flat, tasks, patience, batches)
 
 
 def sends_ahead(model: Parallel, train: Loader, pipelined: bool | None) -> bool:
@@ -117,7 +121,7 @@ def check_run(
             )
     if valid is not None and valid.remainder == "drop":
         raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
-    for name in ("patience", "eval_every"):
+    for name in ("patience", "eval_every", "eval_batches"):
         if counts[name] is not None and (valid is None or not metrics):
             raise ValueError(f"`{name}` needs `valid` and a metric")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):

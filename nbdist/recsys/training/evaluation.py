@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -15,13 +16,14 @@ from torchmetrics.retrieval.base import RetrievalMetric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from ...devices import collective_device
+from ...system.annotations import annotated
 from .. import ranks
 from ..loader.base import Loader
 from ..loader.foreign_ids import foreign_ids
 from ..metrics.ranking import Grouped
 from ..metrics.rows import AUC, RMSE, LogLoss, Throughput
 from ..parallel.protocol import Parallel
-from .objective import ONLY, by_task, columns_of, weighted, weights_of
+from .objective import ONLY, Evaluation, by_task, columns_of, weighted, weights_of
 
 _Found: TypeAlias = (
     "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor]"
@@ -120,7 +122,8 @@ def evaluate(
     check_metrics(named)
     module = model if isinstance(model, nn.Module) else model.model
     columns = columns_of(sample_weight, dict.fromkeys(tasks.values()))
-    values, failed = measure(module, predict, loader, named, precision, tasks, columns)
+    whole = Evaluation(loader, named, tasks, None, None)
+    values, failed = measure(module, predict, loader, whole, precision, columns)
     for name, why in failed.items():
         raise ValueError(f"{name}: {why}")
     return values
@@ -130,9 +133,8 @@ def measure(
     model: nn.Module,
     predict: Predict,
     loader: Loader,
-    metrics: Mapping[str, Metric],
+    evaluation: Evaluation,
     precision: Precision | None,
-    tasks: Mapping[str, str],
     columns: Mapping[str, str],
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Evaluate like `evaluate`, but return NaN for metrics that cannot be computed, and the reasons.
@@ -141,14 +143,14 @@ def measure(
         model: The module.
         predict: As for `evaluate`.
         loader: The loader of the rows.
-        metrics: The metrics, by name.
+        evaluation: The metrics, and the number of first batches.
         precision: As for `evaluate`.
-        tasks: The task of each metric, by the metric's name.
         columns: The column of weights of each task.
     """
+    metrics, tasks = evaluation.metrics, evaluation.tasks
     reset(metrics)
-    with evaluating(model):
-        for batch in loader:
+    with evaluating(model), annotated("nbdist:evaluate"):
+        for batch in itertools.islice(loader, evaluation.batches):
             add_rows(metrics, predicted(model, predict, batch, precision), batch, tasks, columns, loader.repeats)
     return computed(metrics)
 

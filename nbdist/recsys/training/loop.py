@@ -164,7 +164,7 @@ class Loop:
         run, snapshots, evaluation = self._run, self._snapshots, self._evaluation
         evaluated, ended = self._due.evaluation(run.step), False
         if not run.recorded and self._due.record(run.step):
-            run.record(evaluation.valid if evaluated else None, evaluation.metrics, evaluation.tasks)
+            run.record(evaluation if evaluated else None)
             ended = self._hooks.record(run.history[-1])
         if (
             snapshots

@@ -154,6 +154,8 @@ class Evaluation:
     """The task of each metric, by the metric's name."""
     patience: int | None
     """The number of evaluations without an improvement after which the run ends. None: any number."""
+    batches: int | None
+    """The number of batches of each rank in an evaluation. None: all."""
 
 
 def objective(loss: Loss | Mapping[str, Loss], sample_weight: str | Mapping[str, str] | None) -> Objective:

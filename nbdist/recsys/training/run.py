@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import Metric
 
 from ...devices import collective_device
 from ...numerics.nan import NanCheck, nan_check
 from ...numerics.search import Batch as NumberedBatch
 from ...replay.random_states import random_state, set_random_state
+from ...system.annotations import annotated
 from .. import ranks
 from ..io.partition import Partition
 from ..loader.base import Loader
@@ -29,7 +29,7 @@ from ..parallel.protocol import Ahead, Parallel
 from .batch_loss import batch_loss, not_finite, not_finite_since
 from .evaluation import Precision, Predict, forward, measure, predicted
 from .history import History, Record
-from .objective import ONLY, Objective
+from .objective import ONLY, Evaluation, Objective
 from .schedule import Schedule
 from .snapshots import Snapshots
 
@@ -119,13 +119,15 @@ class Run:
                 if self._check is not None:
                     again = functools.partial(self._loss_of, batch)
                     self._check.batch = NumberedBatch(self.step + 1, again, batch, self._sizes[number])
-                if weights is None:
-                    loss, part = self.loss_of(batch), self._sizes[number] / total
-                else:
-                    loss, part = self._part_of(batch, self._sizes[number], weights), 1.0
+                with annotated("nbdist:forward"):
+                    if weights is None:
+                        loss, part = self.loss_of(batch), self._sizes[number] / total
+                    else:
+                        loss, part = self._part_of(batch, self._sizes[number], weights), 1.0
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
-                self._scaler.scale(loss * (part * self._ranks)).backward()
+                with annotated("nbdist:backward"):
+                    self._scaler.scale(loss * (part * self._ranks)).backward()
                 if ahead:
                     ahead.proceed()
             self._loss += loss.detach() * (self._sizes[number] if weights is None else total)
@@ -134,8 +136,9 @@ class Run:
         self._scaler.unscale_(optimizer)  # where they overflow on one rank, all ranks leave the step out
         if self.max_grad_norm is not None:
             self.model.clip_gradients(self.max_grad_norm)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        with annotated("nbdist:optimizer"):
+            self._scaler.step(optimizer)
+            self._scaler.update()
         self.step += 1
 
     @contextlib.contextmanager
@@ -191,13 +194,11 @@ class Run:
         """True if the history contains the last step."""
         return bool(len(self.history)) and self.history[-1].step == self.step
 
-    def record(self, valid: Loader | None, metrics: Mapping[str, Metric], tasks: Mapping[str, str]) -> None:
+    def record(self, evaluation: Evaluation | None) -> None:
         """Add a record to the history: the training since the last record, and an evaluation.
 
         Args:
-            valid: The loader of the rows of the evaluation. None: there is no evaluation.
-            metrics: The metrics, by name.
-            tasks: The task of each metric, by the metric's name.
+            evaluation: The evaluation. None: there is none.
         """
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
@@ -208,10 +209,9 @@ class Run:
         self._check_sum(loss)
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
-        if valid is not None:
-            found, failed = measure(
-                self.model.model, self.predict, valid, metrics, self.precision, tasks, self.objective.columns
-            )
+        if evaluation is not None and evaluation.valid is not None:
+            module, columns = self.model.model, self.objective.columns
+            found, failed = measure(module, self.predict, evaluation.valid, evaluation, self.precision, columns)
         factor = self.schedule(self.step - 1)  # of the last step, also where the run was resumed after it
         # FBGEMM's are single precision: 0.1 is not quite what it was.
         rates = {

@@ -55,6 +55,7 @@ def fit(
     epochs: int | None = None,
     log_every: int | None = None,
     eval_every: int | None = None,
+    eval_batches: int | None = None,
     loss: Loss | Mapping[str, Loss] = log_loss,
     metrics: Mapping[str, Metric] | Mapping[str, Mapping[str, Metric]] | None = None,
     sample_weight: str | Mapping[str, str] | None = None,
@@ -103,6 +104,8 @@ def fit(
         log_every: The number of steps between two records. None: an epoch. There is also a record after the last step.
         eval_every: The number of steps between two evaluations. None: each record has an evaluation. Records without an
             evaluation only have the training loss.
+        eval_batches: The number of batches of each rank in an evaluation, always the first ones of `valid`: for a
+            cheaper curve of a long run. None: all. `evaluate` takes all rows, too.
         loss: A function of predictions (float32) and targets that returns the mean loss over the rows of a batch. For
             several tasks: a dict from task to function. Then the sum of the losses is minimized, and `predict` returns
             a dict from task to predictions and targets.
@@ -183,9 +186,9 @@ def fit(
     """
     check_model(model)
     goal = objective(loss, sample_weight)
-    evaluation = evaluation_of(goal, valid, metrics, patience)
+    evaluation = evaluation_of(goal, valid, metrics, patience, eval_batches)
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
-    counts["gradient_accumulation_steps"] = gradient_accumulation_steps
+    counts |= {"gradient_accumulation_steps": gradient_accumulation_steps, "eval_batches": eval_batches}
     check_run(train, valid, counts, evaluation.metrics, snapshots)
     check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check, schedule)
     logging = logging_of(log)

@@ -214,14 +214,18 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
 
 
 def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
-    """Make some rows, always the same: any codes, including the highest, and lists of 0 to 4."""
+    """Make some rows, always the same: any codes, including the highest, and lists of 0 to 4. If there are lists
+    of numbers, all lists of a row have one length."""
     draw = np.random.default_rng(rows)
     batch: Columns = {}
+    alike = any(feature.is_list and feature.size is None for feature in features.values())
+    common = draw.integers(0, 5, rows)
     for name, feature in features.items():
-        lengths = draw.integers(0, 5, rows) if feature.is_list else np.ones(rows, int)
+        lengths = (common if alike else draw.integers(0, 5, rows)) if feature.is_list else np.ones(rows, int)
         lengths[0] = 4 if feature.is_list else 1
         if feature.size is None:
-            values = draw.integers(0, 2, lengths.sum()).astype(feature.dtype)
+            most = min(1_000_000, np.iinfo(feature.dtype).max) if feature.is_list else 2
+            values = draw.integers(0, most, lengths.sum()).astype(feature.dtype)
         else:
             values = draw.integers(0, feature.size, lengths.sum())
             values[0] = feature.size - 1

@@ -106,6 +106,8 @@ def _feature(workflow: Workflow, name: str) -> Feature:
             codes = step.num_codes(name, codes, workflow.state)
     if codes is not None and kind in ("int64", "list[int64]"):
         return Feature("int64", kind != "int64", codes)
+    if numbers := re.fullmatch(r"list\[(int(8|16|32|64))\]", kind):
+        return Feature(numbers[1], is_list=True)
     if kind not in ("bool", "float32", "float64") and not re.fullmatch("u?int(8|16|32|64)", kind):
         raise ValueError(f"column {name!r} is {kind}, which no model can take: categorify it, or leave it out")
     return Feature(kind)

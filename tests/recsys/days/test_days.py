@@ -163,7 +163,8 @@ def test_what_is_predicted_contains_nothing_of_the_days_labels(sessions: Session
 
 
 def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: Path) -> None:
-    """The tables stop growing, and the delta has the rows that begin as new ones."""
+    """The tables stop growing, the delta has the rows that begin as new ones, and no id gets the vector of one that
+    has left."""
     logs = [pl.DataFrame({"user": users, "item": [0] * 8, "liked": [True, False] * 4}) for users in days_of_users()]
 
     def all_days() -> list[tuple[Day, Any]]:
@@ -184,7 +185,13 @@ def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: 
 
     days = sessions[2].run(all_days)
     sizes = [day.workflow.vocabularies["user"].size for day, _ in days]
-    assert sizes == [10, 18, 18, 18], "from the third day on, new users get the codes of those of two days before"
+    assert sizes == [10, 18, 18, 18, 18], "from the third day on, new users get the codes of those of two days before"
+    *_, before, last = (day.workflow.vocabularies["user"] for day, _ in days)
+    free = last.values.is_null().arg_true().to_torch() + last.first_code
+    assert len(free) == 8 and torch.equal(free, last.renewed(before)), "no user came, and those of two days before left"
+    (name,) = (name for name in days[-1][1].state_dict() if name.endswith("user.weight"))
+    yesterday, today = (model.state_dict()[name] for _, model in days[-2:])
+    torch.testing.assert_close(today[free], (before.unknown_weights() @ yesterday).expand(8, -1))
     state = days[0][1].state_dict()
     for day, model in days[1:]:
         state = day.delta.apply(state)
@@ -192,7 +199,7 @@ def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: 
 
 
 def days_of_users() -> list[list[int]]:
-    return [list(range(8 * day, 8 * day + 8)) for day in range(4)]
+    return [list(range(8 * day, 8 * day + 8)) for day in (0, 1, 2, 3, 3)]
 
 
 def test_several_tasks_with_weights_and_metrics(sessions: Sessions, tmp_path: Path) -> None:

@@ -29,6 +29,19 @@ from nbdist.recsys.triton.export import Ensemble
 from nbdist.recsys.triton.request import served_steps
 from nbdist.recsys.triton.served.preprocess import Preprocessing
 
+
+def test_a_number_without_a_logarithm_is_refused() -> None:
+    rows = pl.DataFrame({"visits": [0, 7, None], "price": [1.0, float("nan"), -0.5]})
+    Workflow(Log("visits", "price")).fit(rows, progress=False)
+    for column, worst in (("visits", -1), ("price", -3.0)):
+        wrong = pl.concat([rows, rows.with_columns(pl.lit(worst).alias(column)).cast(rows.schema)])
+        with pytest.raises(
+            ValueError, match=f"Log: column '{column}' must have numbers above -1, got {worst} in row 3"
+        ):
+            Workflow(Log("visits", "price")).fit(wrong, progress=False)
+        Workflow(Clip(column, min_value=0), Log("visits", "price")).fit(wrong, progress=False)
+
+
 SCHEMA = {
     "age": pl.Int32,
     "visits": pl.UInt8,

@@ -264,26 +264,62 @@ LOGS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1,
 
 
 @settings(max_examples=40, deadline=None)
-@given(LOGS, st.integers(1, 3))
-def test_codes_of_old_values_go_to_new_ones(logs: list[list[int]], time: int) -> None:
-    """Against a list of the values with the day on which each was last seen."""
-    workflow, codes, seen = None, [], {}
+@given(LOGS, st.integers(1, 3), st.integers(1, 3))
+def test_values_come_and_go(logs: list[list[int]], time: int, least: int) -> None:
+    """Against a list of the values, with the day on which each was last seen and the number of its rows."""
+    workflow, codes, seen, rows = None, [], {}, {}
     for day, log in enumerate(logs):
         before = None if workflow is None else workflow.vocabularies["user"]
-        fitted = Workflow(Categorify("user", time_to_live=time))
+        fitted = Workflow(Categorify("user", time_to_live=time, min_count=least))
         workflow = fitted.fit(pl.DataFrame({"user": log}), previous=workflow, progress=False)
         seen |= dict.fromkeys(log, day)
-        new = sorted(set(log) - set(codes), key=lambda one: (-log.count(one), one))
-        free = [place for place, value in enumerate(codes) if day - seen[value] >= time][: len(new)]
-        for place, value in zip(free, new, strict=False):
-            codes[place] = value
-        codes += new[len(free) :]
+        for one in log:
+            rows[one] = rows.get(one, 0) + 1
+        old = list(codes)
+        for one in [one for one, last in seen.items() if day - last >= time]:
+            del seen[one], rows[one]
+            codes = [None if code == one else code for code in codes]
+        enough = [one for one in set(log) - set(codes) if rows[one] >= least]
+        for one in sorted(enough, key=lambda one: (-log.count(one), one)):
+            codes = [*codes, one] if None not in codes else codes
+            codes[codes.index(None) if None in codes else -1] = one
         vocabulary = workflow.vocabularies["user"]
         assert vocabulary.values.to_list() == codes
-        assert vocabulary.ages is not None and vocabulary.ages.to_list() == [day - seen[one] for one in codes]
+        known = {one: code for code, one in enumerate(codes, 2) if one is not None}
+        assert vocabulary.mapping() == known
+        coded = workflow.transform(pl.DataFrame({"user": [*range(10), None]})).collect()["user"]
+        assert coded.to_list() == [known.get(one, 1) for one in range(10)] + [0]
         if before is not None:
-            assert vocabulary.renewed(before).tolist() == [place + 2 for place in free]
-        assert all(day - seen[one] < time for one in codes) or len(free) == len(new), "codes are given again first"
+            changed = [place + 2 for place, (one, other) in enumerate(zip(old, codes, strict=False)) if one != other]
+            assert vocabulary.renewed(before).tolist() == changed
+        if least > 1:
+            assert vocabulary.waiting is not None
+            waiting = dict(vocabulary.waiting.select("value", "count").iter_rows())
+            assert waiting == {one: rows[one] for one in seen if one not in codes}
+
+
+def test_what_waits_and_what_has_left_is_saved_and_served(tmp_path: Path) -> None:
+    workflow = None
+    for number, users in enumerate((["a", "a", "b"], ["b", "c"], ["c", "d"])):
+        fitted = Workflow(Categorify("user", min_count=2, time_to_live=2))
+        fitted.fit(pl.DataFrame({"user": users, "past": [users] * len(users)}), previous=workflow, progress=False)
+        fitted.save(tmp_path / str(number))
+        workflow = Workflow.load(tmp_path / str(number))
+    assert workflow is not None
+    one = workflow.vocabularies["user"]
+    assert (one.values.to_list(), one.counts.to_list()) == (["c", "b"], [1, 1]), "c has the code of a"
+    assert one.waiting is not None and one.waiting.rows() == [("d", 1, 0)]
+    workflow = Workflow(*workflow.steps).fit(pl.DataFrame({"user": ["e"]}), previous=workflow, progress=False)
+    assert workflow.vocabularies["user"].values.to_list() == ["c", None], "b has left, and nobody has its code"
+    workflow.save(tmp_path / "last")
+    workflow = Workflow.load(tmp_path / "last")
+    result = served_steps(workflow, ["user"])
+    (tmp_path / "served").mkdir()
+    result.write(tmp_path / "served")
+    asked = pl.DataFrame({"user": ["b", "c", None, "e"]})
+    request = Ensemble(tmp_path / "served", "", result.inputs, "").request(asked)
+    served = preprocess.Preprocessing(tmp_path / "served")(request)["user"]
+    assert served[:, 0].tolist() == workflow.transform(asked).collect()["user"].to_list() == [1, 2, 0, 1]
 
 
 def test_a_time_to_live_is_saved_and_checked(tmp_path: Path) -> None:

@@ -692,18 +692,37 @@ def test_columns_with_dots_in_their_names(tmp_path: Path) -> None:
         ParquetLoader(tmp_path, 2)
 
 
-def test_lists_of_lists_are_refused(tmp_path: Path) -> None:
-    rows = pl.DataFrame({"l": [[[1], [2]]], "x": [1]})
-    rows.write_parquet(tmp_path / "0.parquet")
-    for make in (
-        lambda: ParquetLoader(tmp_path, 1),
-        lambda: MemoryLoader(rows, 1),
-        lambda: MemoryLoader(rows.to_pandas(), 1),
-    ):
-        with pytest.raises(ValueError, match=r"column 'l' is .*, which has no tensor"):
-            make()
-    (batch,) = ParquetLoader(tmp_path, 1, columns=["x"])
-    assert batch["x"].tolist() == [1]
+@pytest.mark.parametrize("kind", ["lists", "arrays", "pandas"])
+def test_lists_of_lists_of_equal_lengths_are_dense(tmp_path: Path, kind: str) -> None:
+    """Keys of many slots, as SparseOperationKit's demo makes them."""
+    keys = np.arange(7 * 3 * 2).reshape(7, 3, 2)
+    frame: Any = pl.DataFrame({"keys": keys.tolist() if kind == "lists" else pl.Series(keys), "row": np.arange(7)})
+    frame.write_parquet(tmp_path / "0.parquet", row_group_size=3)
+    if kind == "pandas":
+        frame = pd.DataFrame({"keys": [[list(one) for one in row] for row in keys], "row": np.arange(7)})
+        frame.to_parquet(tmp_path / "0.parquet", row_group_size=3)
+    assert ParquetFiles(tmp_path).size == 7 * 7 * 8
+    for loader in (ParquetLoader(tmp_path, 4, shuffle=True), MemoryLoader(frame, 4), MemoryLoader({"keys": keys}, 4)):
+        for batch in loader:
+            rows = batch.get("row", torch.arange(7)[len(batch["keys"]) % 4 and -3 :][: len(batch["keys"])])
+            assert torch.equal(batch["keys"], torch.from_numpy(keys)[rows])
+
+
+def test_arrays_in_descending_order() -> None:
+    (batch,) = MemoryLoader({"x": np.arange(6).reshape(3, 2)[::-1, ::-1]}, 3)
+    assert batch["x"].tolist() == [[5, 4], [3, 2], [1, 0]]
+
+
+def test_lists_of_lists_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="column 'l' must have lists of lists of equal lengths, got 2 and 1: fill"):
+        MemoryLoader(pl.DataFrame({"l": [[[1], [2]], [[3]]]}), 1)
+    with pytest.raises(ValueError, match=r"column 'l' has lists with 1 null\(s\)"):
+        MemoryLoader(pl.DataFrame({"l": [[[1], None]]}), 1)
+    pl.DataFrame({"l": [[[1], [2]], [[3]]]}).write_parquet(tmp_path / "0.parquet", row_group_size=1)
+    with pytest.raises(ValueError, match=r"row group 1: column 'l' must have lists of equal lengths .* \(1, 1\), and"):
+        list(ParquetLoader(tmp_path, 2))
+    (batch,) = MemoryLoader(pl.DataFrame({"l": [[[1], [2]]]}), 1)
+    assert batch["l"].shape == (1, 2, 1)
 
 
 def test_two_columns_of_one_name_and_batches_of_no_whole_number() -> None:

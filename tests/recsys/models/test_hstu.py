@@ -20,6 +20,7 @@ from nbdist.recsys.models import HSTU
 from nbdist.recsys.sharding import replicate, shard
 from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
+from nbdist.recsys.triton.served.preprocess import Preprocessing
 
 LISTS = [[5, 6, 7], [5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11], []]
 TIMES = [[0, 50, 9_000], [7, 7, 7, 8, 5_000], [1, 10, 100, 1_000, 10_000, 100_000, 1_000_000, 10_000_000], []]
@@ -161,24 +162,36 @@ def test_the_time_shows_what_comes_next(sessions: Sessions, how: str) -> None:
 
 
 @pytest.mark.long("Triton: exports and a server")
-def test_a_history_without_times_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_history_is_served(tmp_path: Path, timed: bool) -> None:
     torch.manual_seed(0)
-    rows = pl.DataFrame({"history": [["a", "b", "c"], ["c"]]})
+    draw = np.random.default_rng(1)
+    lengths = draw.integers(0, 8, 150)  # more rows, and longer lists, than an export tries
+    lists = {
+        "history": [draw.choice(list("abcdefg"), length).tolist() for length in lengths],
+        "times": [(draw.integers(0, 10**7, length).cumsum() - 10**6).tolist() for length in lengths],
+    }
+    rows = pl.DataFrame(lists).with_columns(now=pl.col("times").list.last().fill_null(0) + 3_600)
+    assert rows["times"].list.min().min() < 0, "some times are before 1970"
     workflow = Workflow(Categorify("history")).fit(rows, progress=False)
-    model = HSTU(workflow.vocabularies["history"].size, length=4, embedding_dim=8, blocks=1)
-    export_ensemble(
+    size = workflow.vocabularies["history"].size
+    model = HSTU(size, times="times" if timed else None, length=4, embedding_dim=8, blocks=2, heads=2).eval()
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter.normal_()  # so that each bias counts
+    ensemble = export_ensemble(
         workflow,
         model,
         tmp_path,
         "next",
-        columns=["history"],
+        columns=["history", "times", "now"] if timed else ["history"],
         predict=lambda model, batch: model.query(batch),
         output="vector",
         fill=False,
     )
     session = onnxruntime.InferenceSession(tmp_path / "next_model" / "1" / "model.onnx")
-    (batch,) = MemoryLoader(workflow.transform(rows).collect(), 2)
-    lists = np.array([[*one.tolist(), *[-1] * (3 - len(one))] for one in batch["history"].values.split([3, 1])])
-    (answers,) = session.run(["vector"], {"history": lists})
+    asked = Preprocessing(tmp_path / "next_preprocess" / "1")(ensemble.request(rows))
+    (answers,) = session.run(["vector"], asked)
+    (batch,) = MemoryLoader(workflow.transform(rows).collect(), 150)
     with torch.no_grad():
-        np.testing.assert_allclose(answers, model.eval().query(batch).numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(answers, model.query(batch).numpy(), rtol=1e-4, atol=1e-5)

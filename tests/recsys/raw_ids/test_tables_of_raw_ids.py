@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +20,9 @@ from torch import nn
 
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import DLRM, PooledTables, SequenceTables
+from nbdist.recsys.parallel import raw_files
 from nbdist.recsys.raw_ids import RawIds, RawTable
+from nbdist.recsys.raw_ids.row_store import RowStore
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import Snapshots, fit
 
@@ -195,6 +200,46 @@ def test_a_checkpoint_is_loaded_on_any_number_of_ranks(
     whole = sessions[1].run(train, options, some, make)
     sessions[before].run(train, options, some[:15], make, tmp_path / "checkpoint")
     assert same(whole, sessions[after].run(train, options, some[15:], make, tmp_path / "checkpoint"))
+
+
+def train_in_blocks(*args: Any) -> Any:
+    with mock.patch.object(raw_files, "_BLOCK", 7):
+        return train(*args)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_rows_in_files_are_those_in_memory(sessions: Sessions, tmp_path: Path, optimizer: str) -> None:
+    options, make, some = RawIds(capacity=90, admit_after=2), OPTIMIZERS[optimizer], batches(30)
+    whole = sessions[1].run(train, options, some, make)
+    (tmp_path / "rows").mkdir()
+    options = dataclasses.replace(options, folder=tmp_path / "rows")
+    sessions[2].run(train, options, some[:15], make, tmp_path / "checkpoint")
+    found = sessions[1].run(train_in_blocks, options, some[15:], make, tmp_path / "checkpoint")
+    assert same(whole, found)
+    assert not list((tmp_path / "rows").iterdir()), "files have no names"
+
+
+def test_a_row_store_is_a_file(tmp_path: Path) -> None:
+    store = RowStore(tmp_path)
+    rows = store.grown("weight", torch.arange(6.0).view(2, 3), 4, value=0.5)
+    rows[3] = 7
+    longer = store.grown("weight", rows, 2_000)
+    rows[0, 0] = -1  # both are the file
+    assert longer[:4].tolist() == [[-1, 1, 2], [3, 4, 5], [0.5] * 3, [7] * 3]
+    assert not longer[4:].any() and longer.shape == (2_000, 3)
+    assert store.grown("weight", longer, 5) is longer
+    file, _ = store._files["weight"]
+    assert torch.equal(torch.frombuffer(bytearray(os.pread(file.fileno(), 48, 0)), dtype=torch.float32), rows.flatten())
+    taken = store.taken(longer, torch.tensor([3, 1]))
+    assert taken.tolist() == [[7] * 3, [3, 4, 5]]
+    other = copy.deepcopy(store).grown("weight", longer[:0], 1)
+    assert other.tolist() == [[0] * 3], "a copy has its own file"
+    with pytest.raises(FileNotFoundError, match=r"`folder` must be a folder on this machine, got '.*/none'"):
+        RawTable(2, RawIds(folder=tmp_path / "none"))
+    with pytest.raises(TypeError, match="`folder` must be a path or None, got 3"):
+        RawIds(folder=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`folder` must be on the CPU, got meta"):
+        store.grown("weight", torch.zeros(1, 1, device="meta"), 2)
 
 
 def misfit(folder: Path, saved: Any, loaded: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import types
 from typing import Any
@@ -88,9 +89,30 @@ def test_tables_that_no_gpu_can_hold_are_refused() -> None:
     constraints = {"users": one._constrain(one.tables["users"], 1, 1)}
     constraints["users"].sharding_types = ["table_wise"]
     with pytest.raises(ValueError, match="the tables do not fit on 1 ranks with 1,000,000 bytes each, alas"):
-        one._plan_here(constraints, 1, 1, Bandwidth(1e9, 1e9), 1_000_000, ", alas")
-    torchrec_plan, _ = one._plan_here(constraints, 1, 1, Bandwidth(1e9, 1e9), 10_000_000, "")
+        one._plan_here(constraints, on_one_gpu(1_000_000), 1_000_000, ", alas")
+    torchrec_plan, _ = one._plan_here(constraints, on_one_gpu(10_000_000), 10_000_000, "")
     assert next(iter(torchrec_plan.plan[""].values())).compute_kernel == "fused"
+
+
+def on_one_gpu(memory: int) -> Any:
+    return planning._topology("cuda", 1, 1, Bandwidth(1e9, 1e9), memory)
+
+
+def test_a_table_is_in_the_hosts_memory_if_that_is_asked_for() -> None:
+    one = planner(None)
+    tables, gpu = one.tables, torch.device("cuda")
+    for kernel in ("fused_uvm", "fused_uvm_caching"):
+        chosen = planning.choose_kernels({"u*": kernel}, tables, gpu, None)
+        assert chosen == {"users": kernel}
+        asked = dataclasses.replace(one, kernels=chosen)
+        constraints = {"users": asked._constrain(tables["users"], 1, 1)}
+        torchrec_plan, plan = asked._plan_here(constraints, on_one_gpu(2_000_000), 2_000_000, "")
+        assert next(iter(torchrec_plan.plan[""].values())).compute_kernel == kernel
+        assert plan.shards[0].bytes == 3_200_000, "more than the GPU has"
+    with pytest.raises(ValueError, match=r"`compute_kernels\['users'\]` must be one of fused, .* got 'dense'"):
+        planning.choose_kernels({"users": "dense"}, tables, gpu, None)
+    with pytest.raises(ValueError, match="`compute_kernels` must be None with fused=False"):
+        planning.choose_kernels({"users": "fused"}, tables, gpu, False)
 
 
 def test_the_rank_with_the_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.profiler import record_function
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import Topology
 from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session
@@ -660,6 +662,31 @@ def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: Sessions
         "other": "?",
     }
     assert strategies["other"] in STRATEGIES
+
+
+def test_a_topology_and_kernels_of_ones_own(sessions: Sessions) -> None:
+    def plan() -> Any:
+        model = lambda: bags("meta", ("user", 64, 16), ("movie", 8_000, 16))  # noqa: E731
+        known = {"created_by_factory": True} if "created_by_factory" in signature(Topology).parameters else {}
+        options: dict[str, Any] = {"world_size": 2, "compute_device": "cpu", "local_world_size": 2, **known}
+        # As if rank 0 had memory for the small table alone: the planner must believe it.
+        small = Topology(**options)
+        for one, cap in zip(small.devices, (100_000, 5_000_000), strict=True):
+            one.storage.ddr = cap
+        sharded = shard(model(), {"*": "table_wise"}, batch_size=8, compute_kernels={"*": "fused"}, topology=small)
+        for wrong, options in (
+            ("must be one of fused on a cpu rank, got 'fused_uvm'", {"compute_kernels": {"*": "fused_uvm"}}),
+            ("'u' matches no table", {"compute_kernels": {"u": "fused"}}),
+            ("of 2 cpu ranks, got one of 3 cpu ranks", {"topology": Topology(3, "cpu", local_world_size=3, **known)}),
+            ("`memory_bytes` or `topology`", {"topology": small, "memory_bytes": 10**6}),
+        ):
+            with pytest.raises(ValueError, match=wrong):
+                shard(model(), batch_size=8, **options)
+        with pytest.raises(TypeError, match=r"must be a torchrec.* got 3"):
+            shard(model(), batch_size=8, topology=3)
+        return {one.table: one.rank for one in sharded.plan.shards}
+
+    assert sessions[2].run(plan)["movie"] == 1
 
 
 def test_large_tables_are_not_copied_unasked(sessions: Sessions) -> None:

@@ -947,3 +947,31 @@ def test_progress_is_shown_in_the_cell(kernel: Kernel) -> None:
     assert "30 steps" in tables[-1] and "<td>30</td>" in tables[-1]
     assert any("image/png" in out["data"] for out in updates if out["transient"]["display_id"] == plot)
     assert "<td>30</td>" in kernel.ok("history").outputs[0]["data"]["text/html"]
+
+
+def test_evaluations_of_a_part_of_the_rows(sessions: Sessions) -> None:
+    """Always of the same first batches; and a profiler shows the parts of a step."""
+    y = torch.arange(40.0)
+
+    def run() -> Any:
+        model = replicate(nn.Linear(1, 1), "sgd", lr=1e-6)
+
+        def forward(module: nn.Module, batch: Any) -> Any:
+            return module(batch["x"]).squeeze(1), batch["y"]
+
+        valid = MemoryLoader({"x": torch.zeros(40, 1), "y": y}, 4)
+        train = MemoryLoader({"x": torch.zeros(8, 1), "y": torch.zeros(8)}, 4)
+        options: dict[str, Any] = {"loss": nn.functional.mse_loss, "metrics": {"rmse": RMSE()}, "progress": False}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            history = fit(model, forward, train, valid, epochs=3, eval_batches=2, **options)
+        assert torch.equal(torch.cat([batch["y"] for batch in valid]), y), (
+            "the next iteration begins with the first row"
+        )
+        with pytest.raises(ValueError, match="`eval_batches` needs `valid` and a metric"):
+            fit(model, forward, train, epochs=1, eval_batches=2, loss=nn.functional.mse_loss, progress=False)
+        bias = float(model.module.bias)
+        return history.values("rmse"), bias, {one.key for one in profile.key_averages()}
+
+    found, bias, names = sessions[1].run(run)
+    assert found == pytest.approx([float(((y[:8] - bias) ** 2).mean().sqrt())] * 3, rel=1e-3)
+    assert {f"nbdist:{one}" for one in ("forward", "backward", "optimizer", "evaluate")} <= names

@@ -34,8 +34,9 @@ class Categorify(Step):
             value selects one, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
             max_size=n + 1`` there is no vocabulary: each value is hashed. It may be a mapping from columns to numbers.
         time_to_live: The number of calls of `fit` with `previous=`, such as days, without a row of a value after which
-            its code goes to a new value, if there is one: the vocabulary stops growing. None: codes never change. It
-            may be a mapping from columns to numbers. See `Vocabulary.renewed`.
+            the value is unknown again, and its code is free for a new value. `min_count` then counts the rows of all
+            calls, until a value has no row for so long. None: codes never change, and `min_count` counts the rows of
+            one call. It may be a mapping from columns to numbers. See `Vocabulary.renewed`.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -149,7 +150,7 @@ class Categorify(Step):
                 why = f"columns {', '.join(group)} had not one vocabulary together"
             elif dtype != old.values.dtype and not (dtype.is_integer() and old.values.dtype.is_integer()):
                 why = f"its values were {old.values.dtype} and are {dtype}"
-            elif old.values.cast(dtype, strict=False).null_count():
+            elif old.values.cast(dtype, strict=False).null_count() > old.values.null_count():
                 why = f"its values were {old.values.dtype}, and some of them do not fit into {dtype}"
             elif self.num_buckets[first] != buckets:
                 why = f"it had num_buckets={buckets}, and has {self.num_buckets[first]}"
@@ -169,7 +170,8 @@ class Categorify(Step):
         the codes of unknown values; `buckets`, if there are several: the file with the `count` of each bucket. An
         unknown value has code 1 + hash modulo num_buckets, with the hash of `hashing.py`. In lists, each element has a
         code, and a null list becomes [0]. With `time_to_live`, the file `vocabulary` has a third column, `age`: fits
-        since the value was seen.
+        since the value was seen; a null value is a free code. With `min_count` above 1, too, the file `waiting` has the
+        same columns, for values without a code.
         """
         columns: dict[str, dict[str, Any]] = {}
         for i, name in ((i, name) for i, group in enumerate(self.groups) for name in group):
@@ -187,6 +189,8 @@ class Categorify(Step):
             }
             if self.time_to_live[name] is not None:
                 columns[name]["time_to_live"] = self.time_to_live[name]
+            if vocabulary.waiting is not None:
+                columns[name]["waiting"] = f"vocabulary-{number}-{i}-waiting.parquet"
             if self.num_buckets[name] > 1:
                 columns[name]["buckets"] = f"vocabulary-{number}-{i}-buckets.parquet"
         return {"columns": columns}
@@ -197,6 +201,8 @@ class Categorify(Step):
             one = state.vocabularies[name]
             ages = {} if one.ages is None else {"age": one.ages}
             tables[column["vocabulary"]] = pl.DataFrame({"value": one.values, "count": one.counts, **ages})
+            if one.waiting is not None:
+                tables[column["waiting"]] = one.waiting
             if "buckets" in column:
                 tables[column["buckets"]] = one.bucket_counts.to_frame("count")
         return tables
@@ -214,14 +220,16 @@ class Categorify(Step):
             buckets = pl.Series("count", [one["unseen"]], pl.Int64)
             if "buckets" in one:
                 buckets = saved.table(one["buckets"], counts)["count"]
-            if frame["value"].has_nulls() or frame["value"].is_duplicated().any() or len(buckets) < 1:
+            free = frame["value"].has_nulls() and "age" not in types
+            if free or frame["value"].drop_nulls().is_duplicated().any() or len(buckets) < 1:
                 raise ValueError(f"{one['vocabulary']}: each `value` must occur once, and none may be null")
             for seen in (frame["count"], buckets, pl.Series([require_integer(one["nulls"], "nulls")])):
                 if seen.has_nulls() or (seen < 0).any():
                     raise ValueError(f"{one['vocabulary']}: counts must be at least 0")
             ages = frame["age"] if "age" in types else None
+            waiting = saved.table(one["waiting"], types) if "waiting" in one else None
             saved.state.vocabularies[name] = Vocabulary(
-                frame["value"], frame["count"], lists, one["nulls"], buckets, ages
+                frame["value"], frame["count"], lists, one["nulls"], buckets, ages, waiting
             )
             groups.setdefault(one["vocabulary"], []).append(name)
         limits = {

@@ -9,8 +9,9 @@ from typing import Any
 
 import polars as pl
 
+from ... import ranks
 from ..kernels import Kernel
-from .step import State, Step, names_of, require
+from .step import ROW, Query, State, Step, TrainingRows, names_of, require
 
 
 class ColumnStep(Step):
@@ -95,7 +96,11 @@ class Log(ColumnStep):
     The result is float64, or float32 if the column is.
 
     Args:
-        *columns: Names of columns of numbers, at least 0; below -1 the result is NaN.
+        *columns: Names of columns of numbers above -1; `fit` looks for others. In rows that come after it, -1 becomes
+            -inf, and smaller numbers NaN: see `Clip`.
+
+    Raises:
+        ValueError: In `fit`, a number is -1 or smaller. The error names its column and row.
 
     Examples:
         >>> import polars as pl
@@ -106,6 +111,20 @@ class Log(ColumnStep):
     """
 
     kind = "log"
+
+    def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
+        def first(frame: pl.LazyFrame) -> pl.LazyFrame:
+            return frame.filter(pl.any_horizontal(pl.col(name).cast(pl.Float64) <= -1 for name in self.columns)).head(1)
+
+        found: tuple[int, str, float] | None = None
+        for (frame,) in rows.read("look for numbers without a logarithm", [Query([*self.columns, ROW], first)]):
+            for row in () if found else frame.iter_rows(named=True):
+                found = next((row[ROW], name, row[name]) for name in self.columns if (row[name] or 0) <= -1)
+        for number, name, value in sorted(one for one in ranks.all_gather(found) if one)[:1]:
+            raise ValueError(
+                f"{rows.where}: Log: column {name!r} must have numbers above -1, got {value} in row {number}: put a "
+                f"Clip({name!r}, min_value=0) before, or leave such rows out"
+            )
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.cast(pl.Float64).log1p().cast(pl.Float32 if dtype == pl.Float32 else pl.Float64)

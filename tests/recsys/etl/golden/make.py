@@ -128,6 +128,7 @@ CASES = {
             FillMissing("price", "score", value=1),
             Clip("score", min_value=0),
             Clip("time", max_value=1_700_000_100),
+            Clip("price", min_value=-0.5),
             Log("visits", "price", "score"),
             ListSlice("seen", last=2),
             Categorify("seen", "tags"),
