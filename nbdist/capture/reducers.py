@@ -72,8 +72,8 @@ def reduce_own(obj: Any) -> Reduction | None:
 
 
 def _reduce_local(local: threading.local) -> tuple[Any, ...] | None:
-    """Return the reduction of an object of a class derived from `threading.local`: it is made again, with the arguments
-    that it has as attributes. None if it takes others."""
+    """Return the reduction of an object of a class derived from `threading.local`: a call of the class with the
+    attributes that are parameters of its `__init__`. None if a parameter without a default is no attribute."""
     kind, attributes = type(local), local.__dict__
     own = next(cls.__init__ for cls in kind.__mro__ if "__init__" in vars(cls))  # type: ignore[misc]
     parameters = [*inspect.signature(own).parameters.values()][1:]

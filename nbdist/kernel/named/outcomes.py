@@ -18,8 +18,8 @@ from ..calls.outcomes import load, rebuild
 
 
 class Originals(Sequence[Any]):
-    """The objects that a call sent by number, in a process that did not make the call: this process's own objects of
-    the same names, otherwise the objects of the call, which are read at their first use.
+    """The notebook's objects to which a value refers by number, for a process that did not make the call. Each is this
+    process's object of the same name, if there is one; otherwise it is read from the call, at its first use.
 
     Args:
         names: The module and the qualified name of each object.

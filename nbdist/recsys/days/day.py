@@ -60,7 +60,8 @@ class Day:
         """Return the day that is in a folder.
 
         Raises:
-            FileNotFoundError, ValueError: It is not there, or is something else.
+            FileNotFoundError: There is no such folder.
+            ValueError: The folder holds no day.
         """
         path = Path(folder).expanduser()
         try:

@@ -142,7 +142,8 @@ class Delta:
         """Read a file of `save`. Runs no code from it.
 
         Raises:
-            FileNotFoundError, ValueError: It is not there, or is something else.
+            FileNotFoundError: There is no such file.
+            ValueError: The file holds no delta.
         """
         file = Path(path).expanduser().read_bytes()
         try:

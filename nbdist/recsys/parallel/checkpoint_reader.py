@@ -86,7 +86,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("a checkpoint's description refers to nothing outside")
+        raise pickle.UnpicklingError("the description of a checkpoint must not refer to objects outside the file")
 
 
 def _check(metadata: Any) -> None:

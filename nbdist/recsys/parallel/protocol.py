@@ -12,7 +12,7 @@ from .growth import Growth, Renewed
 
 
 class Ahead(Protocol):
-    """The interface of `InputsAhead`."""
+    """The interface of `InputsAhead`, which sends the ids of the next batch while a step runs."""
 
     def start(self, features: Any) -> None:
         """Start sending the ids of a batch."""

@@ -107,7 +107,7 @@ def summary(model: nn.Module | Replicated | Sharded) -> Summary:
         model: A module; or, on all ranks, the result of `shard` or `replicate`.
 
     Raises:
-        TypeError: The argument is something else.
+        TypeError: The argument is neither a module nor such a result.
 
     Examples:
         >>> import torch

@@ -119,7 +119,7 @@ def check_logs(log: Logs | None) -> dict[str, Any]:
     """Return the targets, by the name of the log, from the option `log` of `fit`.
 
     Raises:
-        TypeError: The option is something else.
+        TypeError: The option is neither a name nor a dict of names.
         ValueError: There is no log with this name.
         ImportError: The library of the log is not installed.
     """

@@ -162,7 +162,7 @@ def objective(loss: Loss | Mapping[str, Loss], sample_weight: str | Mapping[str,
     """Return the objective for the arguments of `fit`.
 
     Raises:
-        TypeError: An argument is something else.
+        TypeError: `loss` or `sample_weight` has a wrong type.
         ValueError: There are weights for a task that has no loss.
     """
     losses = dict(loss) if isinstance(loss, Mapping) else {ONLY: loss}

@@ -174,7 +174,7 @@ class Snapshots:
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
         for name in ("step", "world_size"):
             if type(common[name]) is not int or common[name] < name.startswith("w"):
-                raise ValueError(f"{newest / _STATE}: `{name}` must be a number of them, got {common[name]!r}")
+                raise ValueError(f"{newest / _STATE}: `{name}` must be a count, got {common[name]!r}")
         model.load(newest)
         own: dict[str, Any] = torch.load(newest / _of(dist.get_rank() % common["world_size"]), weights_only=True)
         return common, own
