@@ -99,7 +99,7 @@ def test_batches_of_lists_and_series() -> None:
     assert isinstance(batch["l"], Ragged) and batch["l"].values.tolist() == [1, 2, 3]
     (lazy,) = MemoryLoader(pl.LazyFrame({"a": [1, 2]}), 2)
     assert lazy["a"].tolist() == [1, 2]
-    for column in (["a"], [[[1]]], [None]):
+    for column in (["a"], [[[1], [2, 3]]], [None]):
         with pytest.raises((TypeError, ValueError), match="'x'"):
             MemoryLoader({"x": column}, 1)
 
