@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import importlib
 import importlib.util
 import logging
@@ -89,6 +90,27 @@ def check_gpu(device: torch.device) -> None:
             f"of compute capability {major}.{minor}: {str(error).splitlines()[0]}. Its wheels have code only for some "
             "GPUs, in release 1.6 for 8.x, 9.0 and 10.0. Use replicate(model, optimizer), which needs no FBGEMM"
         ) from error
+
+
+@functools.cache
+def pools_sequences() -> bool:
+    """Return whether FBGEMM returns sums of rows on CPUs where the row of each id is asked for, found by a look-up of
+    two ids. FBGEMM 1.0 and 1.1, for torch 2.5 and 2.6, do so. TorchRec must be installed.
+    """
+    import torch
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    tables = [(1, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+    with torch.random.fork_rng(devices=[]):
+        look_up = SplitTableBatchedEmbeddingBagsCodegen(
+            tables, pooling_mode=PoolingMode.NONE, device=torch.device("cpu")
+        )
+    found = look_up(torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]))
+    return len(found) != 2
 
 
 @contextlib.contextmanager

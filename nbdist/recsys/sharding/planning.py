@@ -99,7 +99,8 @@ class Planner:
 
     def _constrain(self, table: Table, nranks: int, local: int) -> ParameterConstraints:
         why = {
-            strategy: refusal(strategy, table, self.optimizers[table.name], nranks, local) for strategy in STRATEGIES
+            strategy: refusal(strategy, table, self.optimizers[table.name], nranks, local, self.device.type)
+            for strategy in STRATEGIES
         }
         strategy = self.chosen.get(table.name)
         if strategy and why[strategy]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..versions import pools_sequences
 from .optimizers import EVERYWHERE
 
 T = TypeVar("T")
@@ -104,12 +105,17 @@ def column_parts(strategy: str, nranks: int, local: int) -> int:
     return {"column_wise": nranks, "table_column_wise": local, "grid_shard": max(2, nranks // local)}.get(strategy, 1)
 
 
-def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int) -> str:
-    """Return the reason why a table cannot be sharded in this way; empty if it can. For the arguments, see
-    `column_parts`."""
+def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int, device: str) -> str:
+    """Return the reason why a table cannot be sharded in this way; empty if it can. `device` is "cpu" or
+    "cuda"; for the other arguments, see `column_parts`."""
     rows, columns = table.config.num_embeddings, table.config.embedding_dim
     if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_STRATEGIES)}"
+    if not table.pooled and strategy != "data_parallel" and device == "cpu" and pools_sequences():
+        return (
+            "on CPUs, the FBGEMM of this torch sums rows that an EmbeddingCollection needs one by one: take torch 2.8 "
+            "or newer, with the TorchRec that goes with it, or data_parallel, or replicate(model, optimizer)"
+        )
     if strategy == "grid_shard" and importlib.util.find_spec("torchrec.distributed.sharding.grid_sharding") is None:
         return "TorchRec 1.0 does not have it: take torch 2.6 or newer, with the TorchRec that goes with it"
     if strategy == "data_parallel":

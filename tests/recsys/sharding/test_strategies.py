@@ -37,7 +37,15 @@ from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, bandwidth, equal_s
 from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
 from nbdist.recsys.sharding.plan import Shard as PlanShard
 from nbdist.recsys.sharding.sharded import kernels
-from nbdist.recsys.versions import check_gpu, check_torchrec, matching, pair_for_this_torch, releases
+from nbdist.recsys.sharding.strategies import Table, refusal
+from nbdist.recsys.versions import (
+    check_gpu,
+    check_torchrec,
+    matching,
+    pair_for_this_torch,
+    pools_sequences,
+    releases,
+)
 from nbdist.shm.process_group import shared_group
 from nbdist.system.huge_pages import gather
 
@@ -257,7 +265,7 @@ def test_updates_that_wait_for_the_step(sessions: Sessions, strategy: str, optim
         case = dataclasses.replace(case, fused=None, eps=1e-12)
     assert_same(sessions[2], dataclasses.replace(case, mean=True), parts)
     assert_same(sessions[2], dataclasses.replace(case, weighted=True, batches=(5, 0, 0, 0)), parts)
-    if strategy in SEQUENCE_STRATEGIES:
+    if strategy in SEQUENCE_STRATEGIES and not (pools_sequences() and strategy != "data_parallel"):
         assert_same(sessions[2], dataclasses.replace(case, sequences=True, longest=2), parts)
 
 
@@ -346,6 +354,11 @@ def test_any_shape(sessions: Sessions, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
 def test_sequences_of_any_shape(sessions: Sessions, strategy: str) -> None:
+    if pools_sequences() and strategy != "data_parallel":
+        with pytest.raises(ValueError, match=r"take torch 2\.8 or newer"):
+            sessions[2].run(train, Case(strategy, sequences=True))
+        return
+
     @FEW
     @given(nranks=st.sampled_from(NUMBERS), **SHAPES)
     def check(nranks: int, **options: Any) -> None:
@@ -642,6 +655,19 @@ def test_invalid_plans_are_refused_before_sharding(sessions: Sessions, options: 
     options = {"dense_optimizer": torch.optim.SGD} | options if "seen" in str(options.get("strategies")) else options
     answers = sessions[4].run_all(refused, **options)
     assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
+
+
+def test_sequences_are_refused_where_fbgemm_sums_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look-up of sequences crashed on CPUs with torch 2.5 and 2.6."""
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert release == (2, 7) or pools_sequences() == (release < (2, 7)), "of 2.7 nothing is known"
+    config = EmbeddingConfig(name="seen", num_embeddings=30, embedding_dim=16, feature_names=["seen"])
+    table = Table("seen", "seen", config, torch.zeros(30, 16), pooled=False)
+    monkeypatch.setattr("nbdist.recsys.sharding.strategies.pools_sequences", lambda: True)
+    for strategy in SEQUENCE_STRATEGIES:
+        why = refusal(strategy, table, "sgd", 2, 2, "cpu")
+        assert not refusal(strategy, table, "sgd", 2, 2, "cuda")
+        assert bool(why) == (strategy != "data_parallel") and ("take torch 2.8 or newer" in why) == bool(why)
 
 
 def test_shard_is_refused_outside_a_rank() -> None:
