@@ -14,6 +14,7 @@ from types import ModuleType
 
 import nox.project
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,3 +103,33 @@ def test_uv_uses_the_indexes_of_pip(tmp_path: Path) -> None:
     assert {"--extra-index-url=https://cpu", "--no-index"} <= set(
         said(PIP_EXTRA_INDEX_URL="https://cpu", PIP_NO_INDEX="1")
     )
+
+
+@pytest.mark.parametrize("present", ["", '\n[project.urls]\nRepository = "https://github.com/other/name"\n'])
+def test_release_links_to_the_repository_that_builds_it(present: str, tmp_path: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text + present)
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    steps = workflow["jobs"]["build"]["steps"]
+    names = [step.get("name") or step.get("run") for step in steps]
+    links = names.index("The package links to this repository")
+    assert links < names.index("python -m build")
+    variables = {
+        "GITHUB_SERVER_URL": "https://github.com",
+        "GITHUB_REPOSITORY": "someone/nbdist",
+        "GITHUB_REPOSITORY_OWNER": "someone",
+        "GITHUB_REF_NAME": "v0.1.0",
+    }
+    subprocess.run(["bash", "-euc", steps[links]["run"]], cwd=tmp_path, env=os.environ | variables, check=True)
+    about = nox.project.load_toml(tmp_path / "pyproject.toml")
+    address = "https://github.com/someone/nbdist"
+    assert about["project"].pop("urls") == {
+        "Homepage": address,
+        "Source": address,
+        "Documentation": "https://someone.github.io/nbdist/",
+        "Changelog": f"{address}/blob/v0.1.0/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+    before = nox.project.load_toml(ROOT / "pyproject.toml")
+    before["project"].pop("urls", None)
+    assert about == before

@@ -105,7 +105,7 @@ def same(old: Any, new: Any) -> bool:
 
 
 class _Environ:
-    """Reader of the environment: it has about a hundred variables, and they rarely change."""
+    """Reader of the environment, which copies the variables only if one has changed since the last reading."""
 
     def __init__(self) -> None:
         self._raw: Any = None

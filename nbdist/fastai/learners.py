@@ -154,7 +154,7 @@ class FusedAdam(Optimizer):
     """fastai's Adam with decoupled weight decay, with a step in one operation and the same state."""
 
     def step(self, closure: Any = None) -> None:
-        """Make a step."""
+        """Update the parameters from their gradients."""
         trained = self.all_params(with_grad=True)
         if closure is not None or any(p.grad.is_sparse for p, *_ in trained):
             super().step(closure)

@@ -65,8 +65,8 @@ class _Imported(NamedTuple):
 class Reloader(importlib.abc.MetaPathFinder):
     """A reloader of the user's own modules, which executes a module again when its source has changed since.
 
-    If the notebook has the module, too, the notebook's version counts: a module that was edited and not reloaded there
-    stays as it is here. As a finder it finds nothing, but records when each module was imported.
+    A module that the notebook has, too, is executed again only if the notebook has reloaded it. `sys.meta_path` has the
+    reloader as a finder that finds nothing: it records when each module was imported.
     """
 
     def __init__(self) -> None:

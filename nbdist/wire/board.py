@@ -14,8 +14,9 @@ _NONE = -1
 class Board:
     """Shared memory with a number for each worker, and a number that says whether the call is over.
 
-    Attributes: `cells`, these numbers, with the one for the call first. A worker's loop, which may have very many
-    items, uses them directly.
+    Attributes:
+        cells: All these numbers; the number for the call is first. The loop of a worker reads and writes them directly,
+            because it may have very many items.
     """
 
     def __init__(self, segment: Segment) -> None:

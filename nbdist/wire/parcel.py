@@ -107,8 +107,10 @@ def pack(
 
 
 def _groups(views: Sequence[memoryview], numbers: Iterable[int], apart: bool) -> list[list[int]]:
-    """Return the numbers of views by segment: small views together; big views together or, with `apart`, each by
-    itself."""
+    """Divide views among segments, and return the indices of each segment's views.
+
+    Small views share a segment. Big views share another one, or with `apart` have one each.
+    """
     small: list[int] = []
     big: list[int] = []
     for number in numbers:

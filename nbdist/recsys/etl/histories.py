@@ -275,7 +275,7 @@ def _check(
 ) -> list[str]:
     """Return the columns of users; raise `ValueError` for invalid arguments."""
     if not columns:
-        raise ValueError("no columns are named")
+        raise ValueError("`columns` must name at least one column, got none")
     keys = names_of(by)
     check_columns(rows, *keys, time, *columns)
     if length is not None and length < 1:

@@ -27,8 +27,8 @@ class NextItemModel(nn.Module):
         length: The number of last items of a history that the model reads.
         embedding_dim: The width of the table and of the layers.
         dropout: The share of values that are set to zero during training.
-        temperature: The divisor of the logits, which are then cosines, of vectors with length 1. None: they are dot
-            products, not divided.
+        temperature: The divisor of the logits. With one, logits are cosines divided by it; with None, dot products that
+            are not divided.
         device: The device of the table: "meta" if it will be sharded because it is too large for one rank.
     """
 

@@ -37,8 +37,8 @@ class SASRec(NextItemModel):
             same, and a learned gate multiplies what attention and dense layers add; the dense layers are SwiGLU, four
             times as wide (Borisyuk et al., arXiv:2502.03417).
         dropout: The share of values that are set to zero during training.
-        temperature: The divisor of the logits, which are then cosines, of vectors with length 1. None: they are dot
-            products, not divided.
+        temperature: The divisor of the logits. With one, logits are cosines divided by it; with None, dot products that
+            are not divided.
         device: The device of the table: "meta" if it will be sharded because it is too large for one rank.
 
     Raises:

@@ -38,7 +38,7 @@ class RowSteps:
         self._fused = None if sums is None else _fused(tables, sums, eps)
 
     def step(self, grads: Sequence[Tensor | None], rate: Tensor) -> None:
-        """Make a step.
+        """Update the tables from their gradients.
 
         Args:
             grads: The sparse gradient of each table. Rows may occur several times. None: the table does not change.
@@ -68,7 +68,7 @@ def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> Fuse
         try_out(len(tables), width, device)
     except Exception as error:  # no Triton, no compiler that it needs, a GPU that it does not know
         warnings.warn(
-            f"torch updates the tables, and no kernel of Triton, which would be faster: {error}", stacklevel=2
+            f"no Triton kernel can update the tables; torch updates them, which is slower: {error}", stacklevel=2
         )
         return None
     return FusedAdagrad(tables, sums, eps)

@@ -70,7 +70,7 @@ class DeviceSteps:
 
     @torch.no_grad()
     def step(self, grads: Mapping[Tensor, Tensor], rates: Sequence[Tensor]) -> None:
-        """Make a step.
+        """Update the parameters from their gradients.
 
         Args:
             grads: A mapping from parameters to gradients. Parameters without a gradient are missing.

@@ -38,7 +38,7 @@ class FusedAdagrad:
         self._offsets: dict[tuple[int, ...], Tensor] = {}
 
     def step(self, grads: Sequence[Tensor | None], rate: Tensor) -> None:
-        """Make a step.
+        """Update the tables from their gradients.
 
         Args:
             grads: The sparse gradient of each table. Rows may occur several times. None: the table does not change.

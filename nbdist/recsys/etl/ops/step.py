@@ -281,7 +281,7 @@ def names_of(columns: str | Sequence[str]) -> list[str]:
         if names.count(name) > 1:
             raise ValueError(f"column {name!r} is named twice")
     if not names:
-        raise ValueError("no columns are named")
+        raise ValueError("no columns are named: give at least one")
     return names
 
 

@@ -66,7 +66,7 @@ class TargetEncoding(StatisticsStep):
     ) -> None:
         groups = [names_of(group) for group in columns]
         if not groups:
-            raise ValueError("TargetEncoding: no columns are named")
+            raise ValueError("TargetEncoding: no columns are named: give at least one")
         if folds < 2:
             raise ValueError(f"TargetEncoding: `folds` must be at least 2, got {folds}")
         if not 0 <= smoothing < math.inf:
