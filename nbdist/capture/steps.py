@@ -83,7 +83,7 @@ class Named(UnpickleStep):
 
 
 class Enter(UnpickleStep):
-    """A variable that is set in a namespace, once."""
+    """A step that sets a variable in a namespace, the first time that it is read."""
 
     __slots__ = ("key", "name", "value")
 

@@ -48,12 +48,16 @@ class _Turn:
 
 
 class Actions:
-    """The queue of a keeper's actions: it runs one at a time, and writes what happens to the journal.
+    """The queue of a keeper's actions: the keeper runs one at a time, and writes its events to the journal.
 
-    Attributes: `lock`, the lock whose turns the actions take. `running`, the token and the name of the current action.
-    `held`, values for which the disk had no room, by call and rank. `last`, the number of the last call; `taken`,
-    whether a client has taken its outcome. `used`, the time at which the last action ended. `present`, the tokens of
-    actions whose clients are connected.
+    Attributes:
+        lock: The lock that an action holds while it runs.
+        running: The token and the name of the current action.
+        held: The values for which the disk had no room, by call and rank.
+        last: The number of the last call.
+        taken: Whether a client has taken the outcome of the last call.
+        used: The time at which the last action ended.
+        present: The tokens of actions whose clients are connected.
     """
 
     def __init__(self, executor: KeptExecutor, journal: Journal) -> None:

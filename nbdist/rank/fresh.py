@@ -14,7 +14,9 @@ from . import shell
 
 
 def execute(server: int, kind: str, fds: RankDescriptors, scratch: str, environ: Mapping[str, str]) -> NoReturn:
-    """Continue, in the fork, as `main` in a fresh interpreter with this environment. The server's descriptors close."""
+    """Replace this fork of the server by a fresh interpreter that runs `main` with this environment. Of its descriptors,
+    only `fds` stay open.
+    """
     for fd in fds:
         os.set_inheritable(fd, True)
     arguments = command("nbdist.rank.fresh", str(server), kind, scratch, *map(str, fds))

@@ -41,7 +41,7 @@ def variables(threads: int) -> dict[str, str]:
 
 
 def resize_pools(threads: int) -> None:
-    """Resize the pools that were found to the number in the environment, or else to this number.
+    """Resize the thread pools of the loaded libraries to the number in the environment, otherwise to `threads`.
 
     The server has OpenBLAS loaded with a single thread, since a process with threads must not fork.
     """

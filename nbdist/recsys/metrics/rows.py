@@ -232,7 +232,7 @@ class Throughput(Metric):
         self._began = time.perf_counter()
 
     def update(self, rows: int) -> None:
-        """Count `rows` more rows, which were done by now."""
+        """Add `rows` to the number of rows, and set the seconds to the time since the start."""
         self.rows += rows
         self.seconds.fill_(time.perf_counter() - self._began)
 

@@ -128,7 +128,9 @@ def serve(
             except _PortTaken:
                 continue
         else:
-            raise RuntimeError(f"other programs took the free ports, {_ATTEMPTS} times")
+            raise RuntimeError(
+                f"no free port for the Triton server: other programs took {_ATTEMPTS} of them before it could: try again"
+            )
         yield server
 
 
