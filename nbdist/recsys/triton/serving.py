@@ -129,7 +129,7 @@ def serve(
                 continue
         else:
             raise RuntimeError(
-                f"no free port for the Triton server: other programs took {_ATTEMPTS} of them before it could: try again"
+                f"the Triton server must have a free port, but other programs took {_ATTEMPTS} of them first: try again"
             )
         yield server
 
