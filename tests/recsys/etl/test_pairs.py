@@ -138,13 +138,15 @@ MAKERS: dict[str, Callable[[Columns], Step | None]] = {
     "filter": lambda c: Filter(pl.col("y") >= 0),
     "difference_lag": lambda c: DifferenceLag(c.numbers[-1], by=c.keys[0]),
 }
-REFUSED = ("has no value to learn from", "is learned by two", "is in the rows already", "at least")
+REFUSED = ("has no value to learn from", "is learned by two", "is in the rows already", "at least", "above -1")
 
 
 def fitted(names: tuple[str, ...], train: pl.DataFrame) -> Workflow | None:
     """The steps fitted, one after the other; None where one cannot be done after those before it."""
     steps: list[Step] = []
     schema = train.schema
+    if "log" in names:  # it learns from numbers that have a logarithm alone; others may be asked
+        train = train.with_columns(pl.col(Columns(schema).numbers).abs())
     try:
         for name in names:
             step = MAKERS[name](Columns(schema))
