@@ -117,7 +117,7 @@ def test_histories_that_cannot_be_written(tmp_path: Path, arguments: dict[str, A
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda frame: sequences(frame), "no columns are named"),
+        (lambda frame: sequences(frame), "must name at least one column"),
         (lambda frame: sequences(frame, "movie", length=0), "`length` must be at least 1, got 0"),
         (lambda frame: with_history(frame, "film"), "no column 'film'"),
         (lambda frame: with_history(frame, "movie", name="user"), "a column 'user' already"),
