@@ -27,6 +27,7 @@ import nbdist
 from nbdist import NbdistError, NotFinite, RankDied, RankTimeout, Session, attach, sessions
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.named import starting
+from nbdist.kernel.named.recorded import _find
 from nbdist.kernel.named.terminal import main
 from nbdist.kernel.session import executor_of
 from nbdist.system import interpreter
@@ -297,7 +298,7 @@ def test_results_and_replays_by_number(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(ValueError, match="output must be one of"):
             session.replay(output="some")
         future = session.submit(time.sleep, 1000)
-        assert poll(lambda: str(session.status()).startswith("1 rank, running"))
+        assert poll(lambda: _find(SessionFolder("numbered").path, None)[1]["number"] == 4), "the call is in the journal"
         with pytest.raises(TimeoutError, match=r"the call of sleep is not over after 0.01 s"):
             session.result(timeout=0.01)
         session.stop()
