@@ -194,7 +194,7 @@ def check_refusal(workflow: Workflow, name: str, asked: pl.DataFrame, message: s
 
 
 def has_nulls(column: pl.Series) -> bool:
-    """Whether there are nulls, in lists, too."""
+    """Return whether there are nulls, in lists, too."""
     return any(value is None or (isinstance(value, list) and None in value) for value in column.to_list())
 
 
