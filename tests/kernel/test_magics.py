@@ -101,7 +101,8 @@ def test_errors_show_the_cell_and_leave_the_ranks(notebook: Kernel) -> None:
 
 
 def test_exit_ends_the_call_as_sys_exit_does(notebook: Kernel) -> None:
-    for code in ("exit()", "quit()", "exit", "kept = 5\nif kept: exit(3)"):
+    meet = "import torch.distributed as dist\ndist.barrier()"  # an exit interrupts ranks that have not begun
+    for code in ("exit()", "quit()", "exit", f"kept = 5\n{meet}\nif kept: exit(3)"):
         result = notebook.run(f"%%ddp\n{code}")
         assert "called sys.exit(" in result.text, (code, result)
     assert notebook.ok("%%ddp\nkept").text == "5\n"
