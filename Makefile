@@ -60,8 +60,8 @@ $(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: $(DEMO_STAMP)
 	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
-# Three files of tests at a time, for many wait.
-PYTEST := $(PY) -m pytest -q -n 3 --dist loadfile
+# Four files of tests at a time on two cores, for many wait.
+PYTEST := $(PY) -m pytest -q -n 4 --dist loadfile
 
 test: lint
 	@$(PYTEST) -m "not long" $(PYTEST_ARGS)
@@ -71,7 +71,7 @@ quick: lint types
 
 # Most of them wait: for clusters, servers, kernels, a browser.
 long: setup
-	@$(PYTEST) -n 4 -m long $(PYTEST_ARGS)
+	@$(PYTEST) -m long $(PYTEST_ARGS)
 
 # What runs beside the long tests is shown after them. The site shows the notebooks that these have executed.
 test-all: test

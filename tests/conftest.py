@@ -132,34 +132,45 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+def child_pids(pid: int, recursive: bool = False) -> list[int]:
     """The child processes of a process. psutil would read about all processes of the machine, after each test."""
     if not os.path.exists("/proc/self/task"):
-        return psutil.Process(pid).children(recursive=recursive)
-    found: list[psutil.Process] = []
+        return [child.pid for child in psutil.Process(pid).children(recursive=recursive)]
+    found: list[int] = []
     parents = [pid]
     for parent in parents:
         for file in glob.glob(f"/proc/{parent}/task/*/children"):
-            with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                found += [psutil.Process(int(one)) for one in Path(file).read_text().split()]
+            with contextlib.suppress(OSError):
+                found += map(int, Path(file).read_text().split())
         if recursive:
-            parents += [one.pid for one in found if one.pid not in parents]
+            parents += [one for one in found if one not in parents]
     return found
+
+
+def processes(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return the processes of these ids that exist."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    """The child processes of a process."""
+    return processes(child_pids(pid, recursive))
 
 
 def ranks_of(pid: int | None = None) -> list[psutil.Process]:
     """The living ranks, and what they started, of the fork servers of `pid` (this process) and of its clusters."""
-    found: set[psutil.Process] = set()
-    family = children(os.getpid() if pid is None else pid)
-    for child in list(family):
+    found: set[int] = set()
+    for child in processes(child_pids(os.getpid() if pid is None else pid)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.name() == "raylet":
-                family += children(child.pid, recursive=True)
-    for child in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any("nbdist.server.main" in part for part in child.cmdline()):
-                found.update(living(children(child.pid, recursive=True)))
-    return list(found)
+            family = child_pids(child.pid, recursive=True) if child.name() == "raylet" else []
+            for one in [child, *processes(family)]:
+                if any("nbdist.server.main" in part for part in one.cmdline()):
+                    found.update(child_pids(one.pid, recursive=True))
+    return living(processes(found))
 
 
 def open_fds() -> int:
