@@ -57,7 +57,7 @@ def test_ranks_with_a_gpu_get_longer_to_leave(clock: Clock, on_gpu: bool, second
     assert call.fail(1, ValueError()) is Decision.ASK_TO_LEAVE and call.leaving and call.at_once
     call.aborted = True
     call.was_aborted(all_begun=True)
-    call.asked_to_leave()
+    call.asked_to_leave(all_begun=True)
     assert call.left(100.0) == pytest.approx(seconds)
     clock.now += seconds + 0.1
     assert call.decide() is Decision.GIVE_UP and call.given_up
@@ -73,7 +73,7 @@ def test_a_second_failure_asks_nobody_again() -> None:
 def test_after_an_interrupt_waits_are_broken_off_later(clock: Clock) -> None:
     call = begin()
     assert call.interrupt() is Decision.ASK_TO_LEAVE and not call.at_once
-    call.asked_to_leave()
+    call.asked_to_leave(all_begun=True)
     assert call.decide() is Decision.GO_ON
     clock.now += ending.GRACE_BEFORE_ABORT
     assert call.decide() is Decision.ABORT
@@ -91,6 +91,18 @@ def test_a_rank_that_has_not_begun_gets_time_to_begin_and_to_leave(clock: Clock)
     assert call.left(100.0) == pytest.approx(ending.GRACE_TO_BEGIN)
     clock.now += ending.GRACE_TO_BEGIN - 0.1
     call.begun()
+    assert call.left(100.0) == pytest.approx(ending.GRACE_AFTER_FAILURE)
+
+
+def test_ranks_are_waited_for_once_until_they_have_begun(clock: Clock) -> None:
+    call = begin()
+    call.fail(1, ValueError())
+    call.asked_to_leave(all_begun=False)
+    assert call.decide() is Decision.GO_ON and call.left(100.0) == pytest.approx(ending.GRACE_TO_BEGIN)
+    clock.now += ending.GRACE_TO_BEGIN
+    assert call.decide() is Decision.ABORT
+    call.aborted = True
+    call.was_aborted(all_begun=False)
     assert call.left(100.0) == pytest.approx(ending.GRACE_AFTER_FAILURE)
 
 

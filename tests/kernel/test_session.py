@@ -24,6 +24,7 @@ from conftest import open_fds, poll
 
 from nbdist import CaptureError, NbdistError, Session, in_ddp, post_mortem
 from nbdist.kernel.calls.executor import Executor
+from nbdist.system.connections import sockets
 from nbdist.wire.parcel import Parcel
 
 
@@ -203,6 +204,11 @@ def test_status_before_the_ranks_have_started(monkeypatch: pytest.MonkeyPatch) -
         assert seen[0].busy and "starting" in seen[0].title
 
 
+def open_connections() -> int:
+    """Return the number of this process's TCP connections that neither end has closed."""
+    return [one.status for one in sockets(psutil.Process())].count(psutil.CONN_ESTABLISHED)
+
+
 def test_a_failure_while_another_rank_joins_leaves_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_TO_BEGIN", 10_000.0)  # as long as it takes here
 
@@ -211,7 +217,10 @@ def test_a_failure_while_another_rank_joins_leaves_the_ranks(monkeypatch: pytest
 
         def join(*args: Any, **kwargs: Any) -> None:
             real(*args, **kwargs)
+            connected = open_connections()
             time.sleep(1.5)  # it is not given a core
+            if open_connections() != connected:  # as the real function raises when it has not yet come to its end
+                raise RuntimeError("Connection closed by peer")
 
         if dist.get_rank() == 1:
             dist.init_process_group = join

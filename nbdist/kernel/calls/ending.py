@@ -96,7 +96,7 @@ class Ending:
         self._deadline = None if timeout is None else self._begin + timeout
         self._on_gpu, self._patience = on_gpu, patience
         self._grace = 0.0
-        self._has_been_patient = False
+        self._has_been_patient = self._waited_to_begin = False
 
     def elapsed(self) -> float:
         """Return the seconds since the beginning of the call."""
@@ -132,14 +132,17 @@ class Ending:
         self.leaving, self.at_once, self._grace = True, at_once, grace
         return Decision.ASK_TO_LEAVE
 
-    def asked_to_leave(self) -> None:
-        """Note that all ranks have been asked to leave by now."""
+    def asked_to_leave(self, all_begun: bool) -> None:
+        """Note that all ranks have been asked to leave by now, and whether each of them had begun the call."""
         if not self.aborted:
-            self._deadline = time.monotonic() + (0.0 if self.at_once else GRACE_BEFORE_ABORT)
+            self._waited_to_begin = not all_begun
+            before_abort = 0.0 if self.at_once else GRACE_BEFORE_ABORT
+            self._deadline = time.monotonic() + (before_abort if all_begun else GRACE_TO_BEGIN)
 
     def was_aborted(self, all_begun: bool) -> None:
         """Note that the process groups were aborted, and whether each rank had begun the call."""
-        self._deadline = time.monotonic() + (self._grace if all_begun else max(self._grace, GRACE_TO_BEGIN))
+        enough = all_begun or self._waited_to_begin
+        self._deadline = time.monotonic() + (self._grace if enough else max(self._grace, GRACE_TO_BEGIN))
 
     def begun(self) -> None:
         """Note that a rank begins the call after it was asked to leave."""

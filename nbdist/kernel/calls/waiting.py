@@ -192,12 +192,16 @@ class Waiting:
             self._group.raised.sort(key=lambda rank: rank != cause.rank)
         return cause.error
 
-    def _fail(self, rank: int | None, error: BaseException) -> None:
+    def _fail(self, rank: int | None, error: BaseException, lives: bool = False) -> None:
+        """Note a failure of a rank, or of the call as a whole; `lives`: the rank is still in its process group."""
+        self._leaving.incomplete |= not lives
         decision = self._ending.fail(rank, error)
         if rank is not None:
             self.pending.discard(rank)
             self._notices.failed(rank, error)
         self._carry_out(decision)
+        if self._ending.leaving:
+            self._leaving.go_on()
 
     def _carry_out(self, decision: Decision) -> None:
         match decision:
@@ -223,6 +227,7 @@ class Waiting:
                 if self._ending.leaving and rank in self.pending:
                     self._ranks.signal(rank, signal.SIGINT)
                     self._ending.begun()
+                    self._leaving.go_on()
             case protocol.Raised():
                 self._ending.reporting()
             case protocol.Finishing():
@@ -256,7 +261,7 @@ class Waiting:
             error = rebuild(rank, self._ranks.pids[rank], message, parcel, self._originals)
             if isinstance(error.__cause__, RemoteTraceback):
                 error.__cause__.hints += self._group.explain_gpu_error(rank, error, lost=message.ends == NO_GPU)
-            self._fail(rank, error)
+            self._fail(rank, error, lives=rank in self._begun and not message.ends)
         else:
             self.pending.discard(rank)
             self._answers.take(rank, message, parcel)
