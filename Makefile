@@ -86,10 +86,10 @@ test-all: test
 others: setup
 	@failed=0; \
 	$(MAKE) --no-print-directory types || failed=1; \
-	$(MAKE) --no-print-directory cloudpickle || failed=1; \
+	$(MAKE) --no-print-directory cloudpickle PYTEST_ARGS= || failed=1; \
 	$(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'" || failed=1; \
 	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
-	$(MAKE) --no-print-directory gpu-imitated || failed=1; \
+	$(MAKE) --no-print-directory gpu-imitated PYTEST_ARGS= || failed=1; \
 	exit $$failed
 
 mutations: setup
