@@ -65,7 +65,7 @@ def test_a_name_and_what_makes_it_train_alike(sessions: Sessions, how: str, name
         ("replicate", {"optimizer": torch.optim.SGD, "lr": 0.1}, "`lr` must be left out .* got 0.1: set it there"),
         ("shard", {"optimizer": torch.optim.SGD, "eps": 0.1}, "`eps` must be left out .* got 0.1: set it there"),
         ("shard", {"optimizer": torch.optim.AdamW}, "`optimizer` must make torch's SGD, Adagrad, Adam .* got AdamW"),
-        ("shard", {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "no options .* got momentum=0.9"),
+        ("shard", {"optimizer": partial(torch.optim.Adam, weight_decay=0.1)}, "but lr and eps .* got weight_decay=0.1"),
     ],
 )
 def test_optimizers_that_cannot_be_used_are_refused(
@@ -86,4 +86,4 @@ def test_adam_by_name_is_not_for_sparse_gradients(sessions: Sessions) -> None:
 def test_defaults_are_the_same_in_both_forms() -> None:
     made = maker("adagrad", None, None)([nn.Parameter(torch.zeros(1))])
     assert (made.defaults["lr"], made.defaults["eps"]) == (0.01, 1e-8)
-    assert described(maker("adagrad", None, None)) == ("adagrad", 0.01, 1e-8)
+    assert described(maker("adagrad", None, None)) == ("adagrad", 0.01, 1e-8, None)
