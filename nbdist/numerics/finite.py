@@ -18,12 +18,13 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for one in tensors:
         dense = one if type(one) is Tensor and one.layout is torch.strided and not one.requires_grad else _dense(one)
-        if dense.is_floating_point() and dense.numel():
-            by_kind.setdefault((dense.device, dense.dtype), []).append(dense)
-    for (device, _), same in by_kind.items():
+        by_kind.setdefault((dense.device, dense.dtype), []).append(dense)
+    for (device, dtype), same in by_kind.items():
+        if not dtype.is_floating_point:
+            continue
         norms = torch._foreach_norm(same)
         if device.type == "cpu":  # an operation on tensors takes ten times as long as a sum of numbers
-            finite = math.isfinite(sum(one.item() for one in norms))
+            finite = math.isfinite(sum(map(Tensor.item, norms)))
         else:
             finite = bool(torch.stack(norms).sum().isfinite())
         # A norm overflows before its elements do.
@@ -79,6 +80,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for one in vars(value).values():
             yield from tensors_in(one)
+
+
+def has_graph(value: Any) -> bool:
+    """Return whether a tensor in nested lists, tuples, mappings and dataclass objects is a result in an autograd
+    graph."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        value = tensors_in(value)
+    for one in value:
+        if isinstance(one, Tensor):
+            if one.grad_fn is not None:
+                return True
+        elif has_graph(one):
+            return True
+    return False
 
 
 def batch_rows(values: Iterable[Any]) -> int:
