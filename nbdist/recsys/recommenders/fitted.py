@@ -349,6 +349,10 @@ class FittedRecommender:
     def _together(self, more: pl.DataFrame) -> pl.DataFrame:
         for name, dtype in self._rows.schema.items():
             other = more.schema[name]
-            if dtype != other and not (dtype.is_numeric() and other.is_numeric()):
+            if isinstance(dtype, pl.Datetime) and isinstance(other, pl.Datetime) and bool(dtype.time_zone) == bool(
+                other.time_zone
+            ):
+                more = more.with_columns(pl.col(name).cast(dtype))  # of another time zone or unit: the same times
+            elif dtype != other and not (dtype.is_numeric() and other.is_numeric()):
                 raise TypeError(f"column {name!r} must be {dtype}, as in the log, got {other}")
         return pl.concat([self._rows, more], how="vertical_relaxed")

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding_bag
 
 from ..io.frames import Tabular, require_frame
 from ..loader.columns import Ragged
-from ..retrieval.codes import codes_of, places_of
+from ..retrieval.codes import WORDS, codes_of, places_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Interactions:
         """Number the users and items of a log.
 
         Raises:
-            TypeError: `log` is no frame, or a column is of lists or floats.
+            TypeError: `log` is no frame, a column of ids is of lists or floats, or times are neither dates nor numbers.
             ValueError: A column is missing, an id is null, or there are no rows.
         """
         columns = [user, item] + ([] if time is None else [time])
@@ -54,6 +54,7 @@ class Interactions:
         user_codes, item_codes = codes_of(rows[user], users), codes_of(rows[item], items)
         times = None
         if time is not None:
+            check_times(rows[time])
             times = torch.from_numpy(
                 rows[time].to_physical().cast(pl.Float64).fill_null(np.nan).to_numpy(writable=True)
             )
@@ -66,6 +67,13 @@ def check_no_nulls(ids: pl.Series) -> None:
         raise ValueError(
             f"column {ids.name!r} must have no nulls, got {ids.null_count()} in {len(ids)} rows: filter them out first"
         )
+
+
+def check_times(times: pl.Series) -> None:
+    """Raise `TypeError` for a column of times that has no order in time, such as strings."""
+    if not (times.dtype.is_numeric() or times.dtype.is_temporal() or times.dtype == pl.Null):
+        hint = ": convert them, for example with polars' `str.to_datetime`" if times.dtype == pl.String else ""
+        raise TypeError(f"column {times.name!r} must be of dates, times or numbers, got {times.dtype}{hint}")
 
 
 def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: str = "log") -> pl.DataFrame:
@@ -85,10 +93,9 @@ def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: 
     for column in columns:
         if column not in there:
             raise ValueError(f"{name} must have a column {column!r}, got {', '.join(map(repr, there))}")
-    words = pl.selectors.by_dtype(pl.Categorical, pl.Enum)  # which are ids as strings are
     return (
         rows.select(list(dict.fromkeys([*columns, *(one for one in optional if one in there)])))
-        .with_columns(words.cast(pl.String))
+        .with_columns(pl.selectors.by_dtype(*WORDS).cast(pl.String))
         .collect()
     )
 

@@ -187,6 +187,36 @@ def test_answers_are_frames_of_the_kind_of_the_log(form: Any, tmp_path: Path) ->
     assert type(FittedRecommender.load(tmp_path / "r").refit(later).recommend(["new"], 1)) is kind
 
 
+KINDS_OF_CATEGORIES = {
+    "polars": lambda ids: pl.Series(ids, dtype=pl.Categorical),
+    "Enum": lambda ids: pl.Series(ids, dtype=pl.Enum(sorted(set(ids)))),
+    "pandas": lambda ids: pd.Series(ids, dtype="category"),
+    "Arrow": lambda ids: pa.array(ids).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("make", KINDS_OF_CATEGORIES.values(), ids=KINDS_OF_CATEGORIES)
+def test_categories_are_asked_for_as_strings(make: Any) -> None:
+    found = fitted()
+    assert found.recommend(make(["u1", "u2", "u1"]), 2).equals(found.recommend(["u1", "u2", "u1"], 2))
+    assert found.similar(make(["i1", "i2"]), 2).equals(found.similar(["i1", "i2"], 2))
+    history = {"who": make(["u1", "new"]), "what": make(["i7", "i0"])}
+    strings = {"who": ["u1", "new"], "what": ["i7", "i0"]}
+    assert found.recommend(history=history, k=2).equals(found.recommend(history=strings, k=2))
+
+
+def test_times_of_another_unit_or_zone_are_the_same_times() -> None:
+    utc = rated().with_columns(day=pl.lit(0).cast(pl.Datetime("us", "UTC")) + pl.duration(hours="day"))
+    today = pl.DataFrame({"who": ["new"], "what": ["i1"], "stars": [5], "day": [10**15]}).with_columns(
+        pl.col("day").cast(pl.Datetime("us", "UTC"))
+    )
+    found = fitted(log=utc)
+    there = today.with_columns(pl.col("day").dt.convert_time_zone("Europe/Berlin").dt.cast_time_unit("ns"))
+    assert found.refit(there)._rows.equals(found.refit(today)._rows)
+    with pytest.raises(TypeError, match="column 'day' must be Datetime.*UTC.*, as in the log, got Datetime"):
+        found.refit(today.with_columns(pl.col("day").dt.replace_time_zone(None)))
+
+
 def test_a_log_in_parquet_files_and_categories(tmp_path: Path) -> None:
     rated().with_columns(pl.col("who", "what").cast(pl.Categorical)).write_parquet(tmp_path / "log.parquet")
     for path in (tmp_path / "log.parquet", str(tmp_path / "*.parquet")):
@@ -270,6 +300,16 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted(min_rating="4"), TypeError, "`min_rating` must be a number, got '4'"),
         (lambda: fitted(min_rating=9), ValueError, "`min_rating` must be at most the largest rating, 5"),
         (lambda: fitted(log=rated().clear()), ValueError, "log must have rows, got none"),
+        (
+            lambda: fitted(log=rated().with_columns(day=pl.lit("2024-01-01"))),
+            TypeError,
+            "column 'day' must be of dates, times or numbers, got String: convert them, .* `str.to_datetime`",
+        ),
+        (
+            lambda: fitted(log=rated().with_columns(day=pl.concat_list("day"))),
+            TypeError,
+            r"column 'day' must be of dates, times or numbers, got List\(Int64\)",
+        ),
         (lambda: fitted(log=[1]), TypeError, "log must be a frame of polars or pandas"),
         (lambda: fitted(log=rated().with_columns(who=None)), ValueError, "column 'who' must have no nulls, got 180"),
         (lambda: fitted({"x": 3}), TypeError, "model 'x' must be a Recommender, such as EASE"),
