@@ -8,13 +8,14 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..errors import NotFinite
 from .finite import all_finite, has_graph, tensors_in
 from .hooks import AfterForward, Models, around_steps, in_training, is_running, parameters_of, replace
 from .search import Batch, ModelCall, Search
@@ -81,7 +82,7 @@ class NanCheck:
             if loss.device.type != "cpu":
                 self._losses.append(loss.detach())
             elif not -float("inf") < loss.item() < float("inf"):
-                raise self._search().loss_error(loss, self._step())
+                raise self._found(lambda search: search.loss_error(loss, self._step()))
 
     def scaled(self) -> None:
         """Note that a gradient scaler is in use, which skips steps whose gradients overflow."""
@@ -122,8 +123,8 @@ class NanCheck:
         if getattr(optimizer, "found_inf", None) is None and not all_finite([*losses, *gradients]):
             for loss in losses:
                 if not bool(loss.isfinite()):
-                    raise self._search().loss_error(loss, self._step())
-            raise self._search().gradient_error(parameters, self._step(optimizer), self._node)
+                    raise self._found(lambda search: search.loss_error(loss, self._step()))
+            raise self._found(lambda search: search.gradient_error(parameters, self._step(optimizer), self._node))
         self._node = None
         self._look_at_models(steps)
         if len(self._steps) == 1:
@@ -140,12 +141,18 @@ class NanCheck:
     def at_the_end(self) -> None:
         """Check the parameters after the last steps."""
         for optimizer, steps in list(self._steps.items()):
-            found = self._search().bad_parameter(parameters_of(optimizer), steps) if steps else None
+            search = Search(list(self._calls), self._models.all, self.batch)
+            found = search.bad_parameter(parameters_of(optimizer), steps) if steps else None
             if found is not None:
                 raise found
 
-    def _search(self) -> Search:
-        return Search(self._calls, self._models.all, self.batch)
+    def _found(self, search: Callable[[Search], NotFinite]) -> NotFinite:
+        """Return the error that a search finds. A loop that catches the error begins anew: neither the calls before it
+        nor those that the search has repeated belong to later steps."""
+        try:
+            return search(Search(list(self._calls), self._models.all, self.batch))
+        finally:
+            self._calls.clear()
 
     def _step(self, optimizer: Any = None) -> int:
         """Return the number of the current step."""

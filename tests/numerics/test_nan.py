@@ -153,6 +153,34 @@ def test_a_step_that_raises_is_over() -> None:
     assert found == [(2, RuntimeError, None), (4, NotFinite, 4), (5, NotFinite, 5)]
 
 
+def test_the_first_of_two_calls_in_a_step_is_named() -> None:
+    """Gradients of two batches are added up, and those of the first are bad; a loop that catches this goes on."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).abs().sqrt().sum(1)
+
+    model, found = Root(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with nan_check():
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            for part in range(2):
+                batch = torch.ones(4, 3)
+                if (step, part) in ((4, 0), (6, 1)):
+                    batch[step - 3] = 0  # the slope of a root
+                model(batch).mean().backward()
+            try:
+                optimizer.step()
+            except NotFinite as error:
+                found.append((step, error.op, error.rows))
+    assert found == [(4, "sqrt", [1]), (6, "sqrt", [3])]
+
+
 def test_two_optimizers_count_their_own_steps() -> None:
     one, other = nn.Linear(3, 1), nn.Linear(3, 1)
     both = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
