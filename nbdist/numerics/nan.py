@@ -41,7 +41,7 @@ class NanCheck:
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
         self._models = Models()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._in_step: weakref.WeakKeyDictionary[Any, types.FrameType] = weakref.WeakKeyDictionary()
+        self._in_step: list[tuple[Any, types.FrameType]] = []  # optimizers, each with the frame of its step
         self._losses: list[Tensor] = []
         self._scaled = False
         self._in_closure: Any = None
@@ -60,7 +60,7 @@ class NanCheck:
             kept = [call for call in self._calls if id(call.module) not in inner]  # the others were called by this one
             self._calls = collections.deque(kept, maxlen=_MOST_CALLS)
         gradients: dict[int, Tensor] = {}
-        results = [one for one in ([output] if isinstance(output, Tensor) else tensors_in(output)) if one.requires_grad]
+        results = [one for one in ([output] if type(output) is Tensor else tensors_in(output)) if one.requires_grad]
         kind = results[0].device.type if results else "cpu"
         autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         for place, one in enumerate(results):
@@ -91,9 +91,11 @@ class NanCheck:
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the gradients. If a step has a closure, check them after each call of the closure."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-        if optimizer in self._in_step and is_running(self._in_step[optimizer]):  # called by the `step` of a subclass
-            return None
-        self._in_step[optimizer] = sys._getframe(1)  # a step that raises is not reported as over, but its frame ends
+        if self._in_step:  # a step that raised is not reported as over, but its frame has ended
+            self._in_step = [one for one in self._in_step if is_running(one[1])]
+            if any(one[0] is optimizer for one in self._in_step):  # called by the `step` of a subclass
+                return None
+        self._in_step.append((optimizer, sys._getframe(1)))
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
         if closure is None:
             self._check(optimizer, steps)
@@ -112,7 +114,7 @@ class NanCheck:
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Note that a step is over."""
-        self._in_step.pop(optimizer, None)
+        self._in_step = [one for one in self._in_step if one[0] is not optimizer]
 
     def _check(self, optimizer: Any, steps: int) -> None:
         """Raise `NotFinite` unless the losses and gradients of a step are finite."""
