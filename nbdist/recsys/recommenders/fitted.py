@@ -347,12 +347,13 @@ class FittedRecommender:
         return part_of(lists, torch.from_numpy(codes_of(users, distinct)))
 
     def _together(self, more: pl.DataFrame) -> pl.DataFrame:
+        if not len(more):  # columns without values have any type
+            return self._rows
         for name, dtype in self._rows.schema.items():
             other = more.schema[name]
-            if isinstance(dtype, pl.Datetime) and isinstance(other, pl.Datetime) and bool(dtype.time_zone) == bool(
-                other.time_zone
-            ):
-                more = more.with_columns(pl.col(name).cast(dtype))  # of another time zone or unit: the same times
+            times = isinstance(dtype, pl.Datetime) and isinstance(other, pl.Datetime)
+            if other == pl.Null or (times and (dtype.time_zone is None) == (other.time_zone is None)):
+                more = more.with_columns(pl.col(name).cast(dtype))  # all are null, or times of another unit or zone
             elif dtype != other and not (dtype.is_numeric() and other.is_numeric()):
                 raise TypeError(f"column {name!r} must be {dtype}, as in the log, got {other}")
         return pl.concat([self._rows, more], how="vertical_relaxed")

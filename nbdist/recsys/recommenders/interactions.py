@@ -46,7 +46,7 @@ class Interactions:
         rows = columns_of(log, *columns)
         for name in (user, item):
             check_no_nulls(rows[name])
-            if rows[name].dtype.is_nested() or rows[name].dtype.is_float():
+            if rows[name].dtype.is_nested() or rows[name].dtype.is_float() or rows[name].dtype == pl.Object:
                 raise TypeError(f"column {name!r} must be of integers, strings or dates, got {rows[name].dtype}")
         if not len(rows):
             raise ValueError("log must have rows, got none")
@@ -72,7 +72,11 @@ def check_no_nulls(ids: pl.Series) -> None:
 def check_times(times: pl.Series) -> None:
     """Raise `TypeError` for a column of times that has no order in time, such as strings."""
     if not (times.dtype.is_numeric() or times.dtype.is_temporal() or times.dtype == pl.Null):
-        hint = ": convert them, for example with polars' `str.to_datetime`" if times.dtype == pl.String else ""
+        hint = (
+            ": convert them, for example with `str.to_datetime` of polars or `to_datetime` of pandas"
+            if times.dtype == pl.String
+            else ""
+        )
         raise TypeError(f"column {times.name!r} must be of dates, times or numbers, got {times.dtype}{hint}")
 
 

@@ -191,6 +191,7 @@ KINDS_OF_CATEGORIES = {
     "polars": lambda ids: pl.Series(ids, dtype=pl.Categorical),
     "Enum": lambda ids: pl.Series(ids, dtype=pl.Enum(sorted(set(ids)))),
     "pandas": lambda ids: pd.Series(ids, dtype="category"),
+    "an array of pandas": lambda ids: pd.Categorical(ids),
     "Arrow": lambda ids: pa.array(ids).dictionary_encode(),
 }
 
@@ -215,6 +216,22 @@ def test_times_of_another_unit_or_zone_are_the_same_times() -> None:
     assert found.refit(there)._rows.equals(found.refit(today)._rows)
     with pytest.raises(TypeError, match="column 'day' must be Datetime.*UTC.*, as in the log, got Datetime"):
         found.refit(today.with_columns(pl.col("day").dt.replace_time_zone(None)))
+
+
+@pytest.mark.parametrize("today", [{}, pd.DataFrame(), {"stars": [None], "who": ["new"], "what": ["i1"], "day": [900]}])
+def test_a_day_without_rows_or_without_ratings(today: Any) -> None:
+    found = fitted()
+    rows = {name: today.get(name, []) for name in ("who", "what", "stars", "day")}
+    again = found.refit(pd.DataFrame(rows) if isinstance(today, pd.DataFrame) else rows)
+    assert again.recommend(["u1"], 3).equals(found.recommend(["u1"], 3))
+    assert len(again.known_users) == len(found.known_users) + bool(rows["who"])
+
+
+def test_more_items_than_there_are() -> None:
+    found = fitted()
+    rows = {"who": ["u1"], "what": ["i9"], "stars": [5], "day": [900]}
+    whole, more = (found.evaluate(rows, k).rename(lambda name: name.partition("@")[0]) for k in (11, 10**12))
+    assert whole.equals(more) and found.recommend(["u1"], 10**12).height == 5
 
 
 def test_a_log_in_parquet_files_and_categories(tmp_path: Path) -> None:
@@ -323,6 +340,37 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted().recommend([1]), TypeError, "ids must be String, as in the log or index, got Int64"),
         (lambda: fitted().recommend("u1"), TypeError, "`users` must be a list or another sequence of values"),
         (lambda: fitted().recommend(1), TypeError, "`users` must be a list or another sequence of values"),
+        (
+            lambda: fitted().recommend({"who": ["u1"]}),
+            TypeError,
+            "`users` must be a column of values, got a dict: give",
+        ),
+        (
+            lambda: fitted().recommend(pl.DataFrame({"who": ["u1"]})),
+            TypeError,
+            "`users` must be a column .* a DataFrame",
+        ),
+        (
+            lambda: fitted().similar(pd.DataFrame({"what": ["i1"]})),
+            TypeError,
+            "`items` must be a column .* a DataFrame",
+        ),
+        (lambda: fitted().recommend(["u1", 5]), TypeError, "`users` must hold values of one type: "),
+        (
+            lambda: fitted().recommend(pd.Timestamp("2024-01-01")),
+            TypeError,
+            "`users` must be a list or another sequence",
+        ),
+        (
+            lambda: fitted(log=rated().with_columns(who=pl.Series([object()] * 180, dtype=pl.Object))),
+            TypeError,
+            "column 'who' must be of integers, strings or dates, got Object",
+        ),
+        (
+            lambda: fitted({"e": EASE}, log=rated().unique("who")),
+            ValueError,
+            r"must have rows for validation.*fit_recommender with a single model, such as models=EASE\(100\.0\)",
+        ),
         (lambda: fitted().explain(["u1"], "i1"), TypeError, "`user` must be the id of one user, got"),
         (lambda: FittedRecommender.load("none"), FileNotFoundError, "must hold a recommender of fit_recommender"),
         (lambda: Recommender.load("none"), FileNotFoundError, "must hold a saved recommender, got no file"),
