@@ -53,7 +53,7 @@ class NanCheck:
         """Remember a call of a model in training. A hook of all modules calls this."""
         assert self.forwards is not None
         unsure = self.forwards.everywhere  # or else only models are hooked
-        if not in_training() or unsure and self._models.is_inner(module):
+        if not in_training() or (unsure and self._models.is_inner(module)):
             return
         if unsure and self._models.is_new(module):
             inner = {id(one) for one in module.modules() if one is not module}
@@ -82,7 +82,7 @@ class NanCheck:
             if loss.device.type != "cpu":
                 self._losses.append(loss.detach())
             elif not -float("inf") < loss.item() < float("inf"):
-                raise self._found(lambda search: search.loss_error(loss, self._step()))
+                raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
 
     def scaled(self) -> None:
         """Note that a gradient scaler is in use, which skips steps whose gradients overflow."""
@@ -125,7 +125,7 @@ class NanCheck:
         if getattr(optimizer, "found_inf", None) is None and not all_finite([*losses, *gradients]):
             for loss in losses:
                 if not bool(loss.isfinite()):
-                    raise self._found(lambda search: search.loss_error(loss, self._step()))
+                    raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
             raise self._found(lambda search: search.gradient_error(parameters, self._step(optimizer), self._node))
         self._node = None
         self._look_at_models(steps)

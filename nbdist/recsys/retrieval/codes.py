@@ -12,7 +12,6 @@ import torch
 from ..io.frames import series_of
 from ..loader.columns import Ragged
 
-
 WORDS = (pl.Categorical, pl.Enum)
 """The types of categories, which are ids as strings are."""
 

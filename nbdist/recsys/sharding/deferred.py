@@ -1,8 +1,8 @@
 """Tables that are updated in the optimizer's step; fused tables are updated in the backward pass.
 
 Gradients that are clipped, or accumulated over several batches, must be known before a table changes; and FBGEMM has no
-fused Adam on CPUs, and nowhere SGD with momentum. Weights and state stay where FBGEMM keeps them, so that checkpoints are equal. torch does the
-look-ups and the updates, only for the rows that were looked up, and more slowly than FBGEMM.
+fused Adam on CPUs, and nowhere SGD with momentum. Weights and state stay where FBGEMM keeps them, so that checkpoints
+are equal. torch does the look-ups and the updates, only for the rows that were looked up, and more slowly than FBGEMM.
 """
 
 from __future__ import annotations

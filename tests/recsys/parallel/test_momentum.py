@@ -105,7 +105,7 @@ def test_velocities_are_in_checkpoints(sessions: Sessions, kind: str, tmp_path: 
     found = sessions[1].run(train, kind, make, range(half, STEPS), tmp_path)
     torch.testing.assert_close(found, alone(make), rtol=1e-5, atol=1e-6)
     other = partial(torch.optim.Adagrad, lr=0.1)
-    with pytest.raises(ValueError, match="the optimizer's state in .* does not fit"):
+    with pytest.raises(ValueError, match=r"the optimizer's state in .* does not fit"):
         sessions[1].run(train, kind, other, range(0), tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_other_steps_with_momentum_are_refused(sessions: Sessions) -> None:
             sessions[1].run(made, kind, dampened)
     with pytest.raises(ValueError, match=r"no options but lr, momentum and nesterov .* got dampening=0\.1"):
         sessions[1].run(made, "row_wise", dampened)
-    with pytest.raises(ValueError, match="copies of a table train with .* only, not with sgd with momentum"):
+    with pytest.raises(ValueError, match=r"copies of a table train with .* only, not with sgd with momentum"):
         sessions[1].run(made, "data_parallel", OPTIMIZERS["momentum"])
 
     def fused() -> None:

@@ -214,7 +214,7 @@ def test_times_of_another_unit_or_zone_are_the_same_times() -> None:
     found = fitted(log=utc)
     there = today.with_columns(pl.col("day").dt.convert_time_zone("Europe/Berlin").dt.cast_time_unit("ns"))
     assert found.refit(there)._rows.equals(found.refit(today)._rows)
-    with pytest.raises(TypeError, match="column 'day' must be Datetime.*UTC.*, as in the log, got Datetime"):
+    with pytest.raises(TypeError, match=r"column 'day' must be Datetime.*UTC.*, as in the log, got Datetime"):
         found.refit(today.with_columns(pl.col("day").dt.replace_time_zone(None)))
 
 
