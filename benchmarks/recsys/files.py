@@ -2,7 +2,8 @@
 which writes the page anew.
 
 Codes are ids, so a table of raw ids in files (`RawIds(folder=)`) takes the place of a table of codes that is larger
-than memory. All contestants begin with the same rows, see the same batches, and must have the same loss after the first turns.
+than memory. All contestants begin with the same rows, see the same batches, and must have the same loss after the first
+turns.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def main() -> None:
     lines = [
         f"The same model, Adagrad, {options.rows:,} rows a step over all ranks, one thread a rank; {options.turns} "
         f"turns of {options.steps} steps, in which all take turns. Ratios are of a turn, with their spread. All begin "
-        "with the same rows, and have the same loss after two turns. With no page in memory, the first use of a row in a turn "
-        "reads 4 KiB for it, and 4 KiB for its optimizer's state.",
+        "with the same rows, and have the same loss after two turns. With no page in memory, the first use of a row "
+        "in a turn reads 4 KiB for it, and 4 KiB for its optimizer's state.",
         "",
         "| numbers of a row | ranks | tables | rows/s | of tables in memory |",
         "|---:|---:|---|---:|---:|",
