@@ -1,6 +1,6 @@
 """The cost of watching each call for hangs: the same calls with and without the records of the ranks' collectives and
-the look at the ranks every two seconds, in turn. A section of the page of `benchmarks.kernel.hangs`, which writes the
-page anew."""
+the look at the ranks every two seconds, in turn. The result is a section of the page of `benchmarks.kernel.hangs`. Run
+this benchmark after that one, which replaces the page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Training a click model whose tables are in memory or in files: a section of the page of `benchmarks.recsys.training`,
-which writes the page anew.
+"""Training a click model whose tables are in memory or in files.
+
+The result is a section of the page of `benchmarks.recsys.training`. Run this benchmark after that one, which replaces
+the page.
 
 Codes are ids, so a table of raw ids in files (`RawIds(folder=)`) takes the place of a table of codes that is larger
 than memory. All contestants begin with the same rows, see the same batches, and must have the same loss after the first

@@ -149,8 +149,8 @@ class NanCheck:
                 raise found
 
     def _found(self, search: Callable[[Search], NotFinite]) -> NotFinite:
-        """Return the error that a search finds. A loop that catches the error begins anew: neither the calls before it
-        nor those that the search has repeated belong to later steps."""
+        """Return the error that a search finds, and forget the calls of models: neither the calls before the error nor
+        the calls that the search repeats belong to later steps of a loop that catches the error."""
         try:
             return search(Search(list(self._calls), self._models.all, self.batch))
         finally:

@@ -154,7 +154,7 @@ def test_a_step_that_raises_is_over() -> None:
 
 
 def test_the_first_of_two_calls_in_a_step_is_named() -> None:
-    """Gradients of two batches are added up, and those of the first are bad; a loop that catches this goes on."""
+    """Gradients of two batches are added up, and the first gradients are bad; a loop that catches this goes on."""
 
     class Root(nn.Module):
         def __init__(self) -> None:
