@@ -45,9 +45,7 @@ class Interactions:
         columns = [user, item] + ([] if time is None else [time])
         rows = columns_of(log, *columns)
         for name in (user, item):
-            check_no_nulls(rows[name])
-            if rows[name].dtype.is_nested() or rows[name].dtype.is_float() or rows[name].dtype == pl.Object:
-                raise TypeError(f"column {name!r} must be of integers, strings or dates, got {rows[name].dtype}")
+            check_ids(rows[name])
         if not len(rows):
             raise ValueError("log must have rows, got none")
         users, items = rows[user].unique().sort(), rows[item].unique().sort()
@@ -67,6 +65,13 @@ def check_no_nulls(ids: pl.Series) -> None:
         raise ValueError(
             f"column {ids.name!r} must have no nulls, got {ids.null_count()} in {len(ids)} rows: filter them out first"
         )
+
+
+def check_ids(ids: pl.Series) -> None:
+    """Raise `ValueError` for a column of ids that holds a null, and `TypeError` for one of another type."""
+    check_no_nulls(ids)
+    if ids.dtype.is_nested() or ids.dtype.is_float() or ids.dtype == pl.Object:
+        raise TypeError(f"column {ids.name!r} must be of integers, strings or dates, got {ids.dtype}")
 
 
 def check_times(times: pl.Series) -> None:

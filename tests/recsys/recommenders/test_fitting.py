@@ -227,6 +227,24 @@ def test_a_day_without_rows_or_without_ratings(today: Any) -> None:
     assert len(again.known_users) == len(found.known_users) + bool(rows["who"])
 
 
+def test_integers_of_the_next_day() -> None:
+    """Ids above 2**63 and below meet in one column; what the type of the log cannot hold is refused."""
+    ids = {"user": pl.Series([2**63, 2**63, 2**63 + 1], dtype=pl.UInt64), "item": [1, 2, 1]}
+    found = fit_recommender(pl.DataFrame(ids), models=ItemKNN(), progress=False)
+    assert found.refit({"user": [5], "item": [2]}).known_users.to_list() == [5, 2**63, 2**63 + 1]
+    assert found.evaluate({"user": [5, 2**63 + 1], "item": [2, 2]})["count"].to_list() == [2, 1, 1]
+    with pytest.raises(TypeError, match="column 'user' must be UInt64, as in the log, got Int64 with values beyond it"):
+        found.refit({"user": [-5], "item": [2]})
+    small = fit_recommender({"user": [1, 1, 2], "item": [1, 2, 1]}, models=ItemKNN(), progress=False)
+    with pytest.raises(TypeError, match="column 'user' must be Int64, as in the log, got UInt64 with values beyond it"):
+        small.refit(ids)
+    narrow = fit_recommender({**ids, "user": pl.Series([1, 1, 2], dtype=pl.Int32)}, models=ItemKNN(), progress=False)
+    assert narrow.refit({"user": [2**40], "item": [1]}).known_users.to_list() == [1, 2, 2**40]
+    for act in (small.refit, small.evaluate):
+        with pytest.raises(TypeError, match="column 'user' must be of integers, strings or dates, got Float64"):
+            act({"user": [5.0], "item": [1]})
+
+
 def test_more_items_than_there_are() -> None:
     found = fitted()
     rows = {"who": ["u1"], "what": ["i9"], "stars": [5], "day": [900]}
