@@ -65,10 +65,7 @@ def build(
     """Shard a model; `shard` describes arguments and errors. TorchRec must be installed."""
     device = collective_device()
     tables = find_tables(model)
-    named, rates = _optimizers_of(tables, optimizer, lr, device, fused)
-    if momentum is not None:
-        check_momentum(fused)
-        named, fused = dict.fromkeys(tables, MOMENTUM), False
+    named, rates, fused = _optimizers_of(tables, optimizer, lr, device, fused, momentum)
     check_types(tables)
     chosen = choose(strategies, tables)
     chosen_kernels = choose_kernels(compute_kernels, tables, device, fused)
@@ -106,11 +103,12 @@ def build(
         fill(parallel.state_dict(), tables, seed)
     _prepare_steps(parallel, template, device)
     of_copies = _dense_optimizers(parallel, tables, dense, dense_optimizer, named, rates, eps)
-    optimizers = [parallel.fused_optimizer, *of_copies]
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
-    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
+    return Sharded(
+        parallel, TablesOptimizer([parallel.fused_optimizer, *of_copies], waiting), plan, template, any_fused, ahead
+    )
 
 
 def _planned(planner: Planner, model: nn.Module, plain: Mapping[str, nn.Module]) -> tuple[ShardingPlan, Plan]:
@@ -128,15 +126,19 @@ def _optimizers_of(
     lr: float | Mapping[str, float],
     device: torch.device,
     fused: bool | None,
-) -> tuple[dict[str, str], dict[str, float]]:
-    """Return the optimizer and the learning rate of each table.
+    momentum: Momentum | None,
+) -> tuple[dict[str, str], dict[str, float], bool | None]:
+    """Return the optimizer and the learning rate of each table, and `fused`, which is False with momentum.
 
     Raises `ValueError` for an optimizer that the device or `fused` excludes.
     """
     named = of_each("optimizer=", optimizer, tables)
     for one in dict.fromkeys(named.values()):
         check_optimizer(one, device, fused)
-    return named, of_each("lr=", lr, tables)
+    if momentum is not None:
+        check_momentum(fused)
+        named, fused = dict.fromkeys(tables, MOMENTUM), False
+    return named, of_each("lr=", lr, tables), fused
 
 
 def _name_optimizers(
