@@ -63,8 +63,7 @@ def build(
     checked: bool,
 ) -> Sharded:
     """Shard a model; `shard` describes arguments and errors. TorchRec must be installed."""
-    device = collective_device()
-    tables = find_tables(model)
+    device, tables = collective_device(), find_tables(model)
     named, rates, fused = _optimizers_of(tables, optimizer, lr, device, fused, momentum)
     check_types(tables)
     chosen = choose(strategies, tables)
@@ -106,9 +105,8 @@ def build(
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
-    return Sharded(
-        parallel, TablesOptimizer([parallel.fused_optimizer, *of_copies], waiting), plan, template, any_fused, ahead
-    )
+    trained = TablesOptimizer([parallel.fused_optimizer, *of_copies], waiting)
+    return Sharded(parallel, trained, plan, template, any_fused, ahead)
 
 
 def _planned(planner: Planner, model: nn.Module, plain: Mapping[str, nn.Module]) -> tuple[ShardingPlan, Plan]:
