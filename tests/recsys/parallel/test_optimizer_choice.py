@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from conftest import Sessions
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
 from nbdist.recsys.models import PooledTables
 from nbdist.recsys.parallel.optimizer_choice import described, maker
-from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.sharding import OPTIMIZERS, replicate, shard
 
 FORMS = [
     ({"optimizer": "sgd", "lr": 0.5}, partial(torch.optim.SGD, lr=0.5)),
@@ -81,6 +85,20 @@ def test_adam_by_name_is_not_for_sparse_gradients(sessions: Sessions) -> None:
 
     with pytest.raises(ValueError, match=r"sgd, adagrad or a callable .* as weight has, got 'adam'"):
         sessions[2].run(ask)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fbgemm_knows_the_state_of_each_optimizer(name: str) -> None:
+    """TorchRec asks for it when it makes a fused table, and so does each snapshot; FBGEMM has none of LARS-SGD."""
+    spec = (4, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen([spec], optimizer=EmbOptimType.EXACT_ADAGRAD)  # all that CPUs have
+    kernel.optimizer = EmbOptimType[OPTIMIZERS[name]]
+    states = mock.patch.object(type(kernel), "split_optimizer_states", lambda _: [[torch.zeros(4, 4)] * 2])
+    with states:
+        assert kernel.get_optimizer_state()
+        kernel.optimizer = EmbOptimType.LARS_SGD
+        with pytest.raises(NotImplementedError):
+            kernel.get_optimizer_state()
 
 
 def test_defaults_are_the_same_in_both_forms() -> None:
