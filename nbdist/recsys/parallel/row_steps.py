@@ -25,7 +25,7 @@ def step_rows(optimizer: torch.optim.Optimizer, tables: Container[nn.Parameter])
         The tables whose steps were made: none unless the optimizer is Adagrad, or SGD with momentum; and none with
         weight decay, which torch refuses for such gradients.
     """
-    step = {torch.optim.Adagrad: _adagrad, torch.optim.SGD: _momentum}.get(type(optimizer))  # type: ignore[call-overload]
+    step = {torch.optim.Adagrad: _adagrad, torch.optim.SGD: _momentum}.get(type(optimizer))
     if step is None:
         return []
     stepped = []
