@@ -15,19 +15,28 @@ MOST_ROWS = 8
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all elements are finite. For tensors on GPUs, this waits for the kernels, once for each device."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    total, others = 0.0, []
     for one in tensors:
-        dense = one if type(one) is Tensor and one.layout is torch.strided and not one.requires_grad else _dense(one)
-        if dense.is_floating_point() and dense.numel():
-            by_kind.setdefault((dense.device, dense.dtype), []).append(dense)
-    for (device, _), same in by_kind.items():
-        norms = torch._foreach_norm(same)
-        if device.type == "cpu":  # an operation on tensors takes ten times as long as a sum of numbers
-            finite = math.isfinite(sum(one.item() for one in norms))
+        if type(one) is Tensor and one.is_cpu and one.layout is torch.strided and one.is_floating_point():
+            total += one.sum().item()  # a sum over several tensors would take an operation more than Python's
         else:
-            finite = bool(torch.stack(norms).sum().isfinite())
-        # A norm overflows before its elements do.
-        if not finite and not all(bool(one.isfinite().all()) for one in same):
+            others.append(one)
+    # A sum overflows before its elements do.
+    if not math.isfinite(total) and not all(bool(one.isfinite().all()) for one in map(_dense, tensors)):
+        return False
+    return not others or _others_finite(others)
+
+
+def _others_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors on GPUs, in other layouts, and of other types are finite."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for dense in map(_dense, tensors):
+        by_kind.setdefault((dense.device, dense.dtype), []).append(dense)
+    for (_, dtype), same in by_kind.items():
+        if not dtype.is_floating_point:
+            continue
+        finite = bool(torch.stack(torch._foreach_norm(same)).sum().isfinite())
+        if not finite and not all(bool(one.isfinite().all()) for one in same):  # a norm overflows, too
             return False
     return True
 
@@ -79,6 +88,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif hasattr(value, "__dataclass_fields__"):
         for one in vars(value).values():
             yield from tensors_in(one)
+
+
+def has_graph(value: Any) -> bool:
+    """Return whether a tensor in nested lists, tuples, mappings and dataclass objects is a result in an autograd
+    graph."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        value = tensors_in(value)
+    for one in value:
+        if isinstance(one, Tensor):
+            if one.grad_fn is not None:
+                return True
+        elif has_graph(one):
+            return True
+    return False
 
 
 def batch_rows(values: Iterable[Any]) -> int:

@@ -144,3 +144,11 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
 def in_training() -> bool:
     """Return whether plain Python code is running that builds an autograd graph."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def is_running(frame: types.FrameType) -> bool:
+    """Return whether a frame is among those that have called this function."""
+    outer: types.FrameType | None = sys._getframe(1)
+    while outer is not None and outer is not frame:
+        outer = outer.f_back
+    return outer is not None

@@ -6,16 +6,18 @@ import collections
 import contextlib
 import functools
 import sys
+import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .finite import all_finite, tensors_in
-from .hooks import AfterForward, Models, around_steps, in_training, parameters_of, replace
+from ..errors import NotFinite
+from .finite import all_finite, has_graph, tensors_in
+from .hooks import AfterForward, Models, around_steps, in_training, is_running, parameters_of, replace
 from .search import Batch, ModelCall, Search
 
 #: Calls of models that are remembered, for the search.
@@ -25,7 +27,11 @@ _STEPS_TO_KNOW = 2
 
 
 class NanCheck:
-    """The check of one call."""
+    """The check of one call.
+
+    What runs in each step is kept short: it runs with cold caches, after the model's own operations, and takes there
+    some five times as long as in a loop of its own.
+    """
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
@@ -35,7 +41,7 @@ class NanCheck:
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
         self._models = Models()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers in a step
+        self._in_step: list[tuple[Any, types.FrameType]] = []  # optimizers, each with the frame of its step
         self._losses: list[Tensor] = []
         self._scaled = False
         self._in_closure: Any = None
@@ -45,20 +51,22 @@ class NanCheck:
 
     def called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Remember a call of a model in training. A hook of all modules calls this."""
-        if self._models.is_inner(module) or not in_training():
+        assert self.forwards is not None
+        unsure = self.forwards.everywhere  # or else only models are hooked
+        if not in_training() or (unsure and self._models.is_inner(module)):
             return
-        if self._models.is_new(module):
+        if unsure and self._models.is_new(module):
             inner = {id(one) for one in module.modules() if one is not module}
             kept = [call for call in self._calls if id(call.module) not in inner]  # the others were called by this one
             self._calls = collections.deque(kept, maxlen=_MOST_CALLS)
         gradients: dict[int, Tensor] = {}
-        results = [one for one in tensors_in(output) if one.requires_grad]
+        results = [one for one in ([output] if type(output) is Tensor else tensors_in(output)) if one.requires_grad]
         kind = results[0].device.type if results else "cpu"
         autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         for place, one in enumerate(results):
             one.register_hook(functools.partial(gradients.__setitem__, place))
-        last = max((one.grad_fn._sequence_nr() for one in results if one.grad_fn is not None), default=0)
-        if any(one.grad_fn is not None for one in tensors_in([args, kwargs])):
+        last = max([one.grad_fn._sequence_nr() for one in results if one.grad_fn is not None], default=0)
+        if has_graph(args) or has_graph(kwargs):
             args, kwargs = tree_map(_without_graph, (args, kwargs))
         self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
 
@@ -74,7 +82,7 @@ class NanCheck:
             if loss.device.type != "cpu":
                 self._losses.append(loss.detach())
             elif not -float("inf") < loss.item() < float("inf"):
-                raise self._search().loss_error(loss, self._step())
+                raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
 
     def scaled(self) -> None:
         """Note that a gradient scaler is in use, which skips steps whose gradients overflow."""
@@ -83,19 +91,21 @@ class NanCheck:
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check the gradients. If a step has a closure, check them after each call of the closure."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-        if optimizer in self._open:  # called by the `step` of a subclass
-            return None
-        self._open.add(optimizer)
-        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._in_step:  # a step that raised is not reported as over, but its frame has ended
+            self._in_step = [one for one in self._in_step if is_running(one[1])]
+            if any(one[0] is optimizer for one in self._in_step):  # called by the `step` of a subclass
+                return None
+        self._in_step.append((optimizer, sys._getframe(1)))
+        self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
         if closure is None:
-            self._check(optimizer)
+            self._check(optimizer, steps)
             return None
 
         def checked() -> Any:
             self._in_closure = optimizer
             try:
                 loss = closure()
-                self._check(optimizer)
+                self._check(optimizer, steps)
             finally:
                 self._in_closure = None
             return loss
@@ -104,21 +114,21 @@ class NanCheck:
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Note that a step is over."""
-        self._open.discard(optimizer)
+        self._in_step = [one for one in self._in_step if one[0] is not optimizer]
 
-    def _check(self, optimizer: Any) -> None:
+    def _check(self, optimizer: Any, steps: int) -> None:
         """Raise `NotFinite` unless the losses and gradients of a step are finite."""
         losses, self._losses = self._losses, []
         parameters = parameters_of(optimizer)
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
         # A scaler that leaves it to the optimizer to skip a step has set `found_inf`.
         if getattr(optimizer, "found_inf", None) is None and not all_finite([*losses, *gradients]):
             for loss in losses:
                 if not bool(loss.isfinite()):
-                    raise self._search().loss_error(loss, self._step())
-            raise self._search().gradient_error(parameters, self._step(optimizer), self._node)
+                    raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
+            raise self._found(lambda search: search.gradient_error(parameters, self._step(optimizer), self._node))
         self._node = None
-        self._look_at_models(self._steps[optimizer])
+        self._look_at_models(steps)
         if len(self._steps) == 1:
             self._calls.clear()
 
@@ -133,12 +143,18 @@ class NanCheck:
     def at_the_end(self) -> None:
         """Check the parameters after the last steps."""
         for optimizer, steps in list(self._steps.items()):
-            found = self._search().bad_parameter(parameters_of(optimizer), steps) if steps else None
+            search = Search(list(self._calls), self._models.all, self.batch)
+            found = search.bad_parameter(parameters_of(optimizer), steps) if steps else None
             if found is not None:
                 raise found
 
-    def _search(self) -> Search:
-        return Search(self._calls, self._models.all, self.batch)
+    def _found(self, search: Callable[[Search], NotFinite]) -> NotFinite:
+        """Return the error that a search finds, and forget the calls of models: neither the calls before the error nor
+        the calls that the search repeats belong to later steps of a loop that catches the error."""
+        try:
+            return search(Search(list(self._calls), self._models.all, self.batch))
+        finally:
+            self._calls.clear()
 
     def _step(self, optimizer: Any = None) -> int:
         """Return the number of the current step."""

@@ -128,6 +128,59 @@ def test_a_closure() -> None:
     assert caught.value.rows == [2] and caught.value.values == [{"argument 1": batch[2].tolist()}]
 
 
+def test_a_step_that_raises_is_over() -> None:
+    """A loop that catches the error of a step goes on, and later steps are checked; also if a check was the error."""
+
+    class Refusing(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            if len(steps) == 2:
+                raise RuntimeError("out of memory")
+            super().step()
+
+    model, steps, found = nn.Linear(3, 1), [], []
+    optimizer = Refusing(model.parameters(), lr=0.1)
+    with nan_check():
+        for step in range(1, 7):
+            steps.append(step)
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).mean().backward()
+            if step in (4, 5):
+                model.weight.grad[0, 1] = float("nan")  # type: ignore[index]
+            try:
+                optimizer.step()
+            except (RuntimeError, NotFinite) as error:
+                found.append((step, type(error), getattr(error, "step", None)))
+    assert found == [(2, RuntimeError, None), (4, NotFinite, 4), (5, NotFinite, 5)]
+
+
+def test_the_first_of_two_calls_in_a_step_is_named() -> None:
+    """Gradients of two batches are added up, and the first gradients are bad; a loop that catches this goes on."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).abs().sqrt().sum(1)
+
+    model, found = Root(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with nan_check():
+        for step in range(1, 8):
+            optimizer.zero_grad()
+            for part in range(2):
+                batch = torch.ones(4, 3)
+                if (step, part) in ((4, 0), (6, 1)):
+                    batch[step - 3] = 0  # the slope of a root
+                model(batch).mean().backward()
+            try:
+                optimizer.step()
+            except NotFinite as error:
+                found.append((step, error.op, error.rows))
+    assert found == [(4, "sqrt", [1]), (6, "sqrt", [3])]
+
+
 def test_two_optimizers_count_their_own_steps() -> None:
     one, other = nn.Linear(3, 1), nn.Linear(3, 1)
     both = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)

@@ -150,8 +150,9 @@ def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[st
 
 def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
     """Merge tables of different rows into one, sorted by the keys."""
-    rows = pl.concat(tables)
     names = [key(name) for name in keys]
+    order = [*names, ROWS, COUNT, SUM, SQUARES, LEAST, MOST]  # columns of merged tables, and of new ones, differ in it
+    rows = pl.concat(table.select(order) for table in tables)
     # Between one and the next of them, as Chan, Golub and LeVeque (1979) have it; of a single one, 0.
     apart = (mean().first() - mean().last()) ** 2 * pl.col(COUNT).first() * pl.col(COUNT).last() / pl.col(COUNT).sum()
     columns = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -54,11 +55,22 @@ def require_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
 
 
 def series_of(column: Any, name: str = "") -> pl.Series:
-    """Return a column as a polars series: from polars, pandas, Arrow, NumPy, torch, or any sequence."""
+    """Return a column as a polars series: from polars, pandas, Arrow, NumPy, torch, or any sequence.
+
+    Raises:
+        TypeError: It is no column, but a frame, a dict or a single value; or its values are of several types.
+    """
+    what = f"`{name}`" if name else "a column"
     if isinstance(column, pl.Series):
         return column
-    if _is_pandas(column):
-        values: Any = pl.from_pandas(column)
+    if isinstance(column, (Mapping, pl.DataFrame, pl.LazyFrame, pa.Table)) or (
+        _is_pandas(column) and hasattr(column, "columns")
+    ):
+        raise TypeError(f"{what} must be a column of values, got a {type(column).__name__}: give one of its columns")
+    if _is_pandas(column) and hasattr(column, "__len__"):
+        pandas = sys.modules["pandas"]
+        known = isinstance(column, (pandas.Series, pandas.Index))  # and not an array, as `unique` of a column returns
+        values: Any = pl.from_pandas(column if known else pandas.Series(column))
         assert isinstance(values, pl.Series)
         return values
     if isinstance(column, (pa.Array, pa.ChunkedArray)):
@@ -66,13 +78,16 @@ def series_of(column: Any, name: str = "") -> pl.Series:
         assert isinstance(found, pl.Series)
         return found
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
-        what = f"`{name}`" if name else "a column"
         raise TypeError(f"{what} must be a list or another sequence of values, got {shown(column)}")
     if hasattr(column, "detach"):  # a tensor; torch need not be imported to know one
         column = column.detach().cpu().numpy()
     if not isinstance(column, Iterable):
         raise TypeError(f"a column must be a sequence of values, got {column!r}: for one value, give [{column!r}]")
-    return pl.Series(name, column if isinstance(column, np.ndarray) else list(column))
+    try:
+        return pl.Series(name, column if isinstance(column, np.ndarray) else list(column))
+    except (TypeError, OverflowError, pl.exceptions.PolarsError) as error:
+        why = str(error).partition("\n")[0]
+        raise TypeError(f"{what} must hold values of one type: {why}") from error
 
 
 def _is_pandas(data: Any) -> bool:

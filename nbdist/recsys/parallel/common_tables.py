@@ -146,7 +146,7 @@ class CommonTables:
                 if value.layout is not torch.strided:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} keeps {key} of {self._names[table]} as a sparse tensor, which "
-                        "ranks cannot share: use Adagrad, SparseAdam, or SGD without momentum"
+                        "ranks cannot share: use Adagrad, SparseAdam or SGD, without weight decay"
                     )
                 yield table, state, key
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .common_tables import dense_gradient, run_closure
+from .row_steps import step_rows
 
 
 class CopiedTables:
@@ -26,6 +27,7 @@ class CopiedTables:
     def __init__(self, tables: dict[str, nn.Parameter], group: Any = None) -> None:
         self._names = {table: name for name, table in tables.items()}
         self._group: Any = group if group is not None else dist.group.WORLD
+        self._means: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # gradients of tables that were stepped here
         first = dist.get_process_group_ranks(self._group)[0]
         for table in self._names:
             dist.broadcast(table.data, first, group=self._group)
@@ -33,6 +35,7 @@ class CopiedTables:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on, make each step of the optimizer of these tables use the mean of the ranks' gradients."""
         optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the optimizer's state of the tables' rows is copied on each rank, too."""
@@ -73,7 +76,17 @@ class CopiedTables:
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = run_closure(optimizer, args, kwargs)
         self.exchange()
+        if type(optimizer) is torch.optim.SGD:  # for Adagrad, GPUs have kernels of their own
+            means = {table: table.grad for table in self._names}
+            self._means = [(table, means[table]) for table in step_rows(optimizer, self)]
+            for table, _ in self._means:
+                table.grad = None  # so that the optimizer passes over it
         return changed
+
+    def _end(self, *_: Any) -> None:
+        for table, mean in self._means:
+            table.grad = mean
+        self._means = []
 
     def _gradient(self, table: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows that this rank's batch has used, distinct, shape (rows,), and their gradients."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -21,7 +21,26 @@ BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 """The optimizers of torch for parameters of any kind."""
 
+_OPTIONS = {"sgd": ("lr", "momentum", "nesterov"), "adagrad": ("lr", "eps"), "adam": ("lr", "eps")}
+"""The options that an optimizer of sharded tables may have."""
+
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", torch.optim.Adam: "adam"}
+
+
+class Momentum(NamedTuple):
+    """The momentum of SGD for tables. The velocity of a row changes only in steps that use the row."""
+
+    factor: float
+    nesterov: bool
+
+
+class Described(NamedTuple):
+    """The optimizer of tables that a callable makes."""
+
+    name: str
+    lr: float
+    eps: float
+    momentum: Momentum | None = None
 
 
 def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -> MakeOptimizer:
@@ -46,8 +65,8 @@ def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -
     return lambda parameters: make(parameters, lr=LR if lr is None else lr, eps=EPS if eps is None else eps)
 
 
-def described(make: MakeOptimizer) -> tuple[str, float, float]:
-    """Return name, learning rate and eps of the optimizer that a callable makes, for tables that FBGEMM updates.
+def described(make: MakeOptimizer) -> Described:
+    """Return the description of the optimizer that a callable makes, for tables that are sharded.
 
     Raises:
         ValueError: `make` makes an optimizer that is not in `BY_NAME`, or one with further options.
@@ -63,13 +82,16 @@ def described(make: MakeOptimizer) -> tuple[str, float, float]:
     options: dict[str, Any] = made.defaults
     lr, eps = float(options["lr"]), float(options.get("eps", EPS))
     usual = BY_NAME[name]([parameter], lr=lr, eps=eps).defaults
-    other = [key for key, value in options.items() if key not in ("lr", "eps") and value != usual.get(key)]
+    other = [key for key, value in options.items() if key not in _OPTIONS[name] and value != usual.get(key)]
     if other:
+        *first, last = _OPTIONS[name]
         raise ValueError(
-            f"`optimizer` must make {type(made).__name__} with no options but lr and eps for tables that are sharded, "
-            f"got {other[0]}={options[other[0]]}: give a name for the tables, and the callable as dense_optimizer"
+            f"`optimizer` must make {type(made).__name__} with no options but {', '.join(first)} and {last} for tables "
+            f"that are sharded, got {other[0]}={options[other[0]]}: give a name for the tables, and the callable as "
+            "dense_optimizer"
         )
-    return name, lr, eps
+    momentum = Momentum(float(options["momentum"]), options["nesterov"]) if options.get("momentum") else None
+    return Described(name, lr, eps, momentum)
 
 
 def check_alone(lr: Any, eps: Any) -> None:
@@ -89,3 +111,14 @@ def check_eps(optimizer: torch.optim.Optimizer) -> None:
                     f"`eps` of {type(optimizer).__name__} must not be 0 in {parameter.dtype}, the type of a parameter, "
                     f'got {eps}: keep the model in float32, and give fit(precision="bf16") or fit(precision="fp16")'
                 )
+
+
+def check_dampening(optimizer: torch.optim.Optimizer, tables: Container[Any]) -> None:
+    """Raise `ValueError` if a table whose rows are updated alone has momentum with dampening: torch does not dampen the
+    first gradient, and each row has another first step."""
+    for group in optimizer.param_groups:
+        if group.get("dampening") and group["momentum"] and any(one in tables for one in group["params"]):
+            raise ValueError(
+                "`dampening` must be 0 where a table has sparse=True or raw ids and the optimizer has momentum, got "
+                f"{group['dampening']}"
+            )

@@ -22,7 +22,7 @@ from . import optimizer_state as optimizers
 from .common_tables import CommonTables, sparse_tables
 from .copied_tables import CopiedTables
 from .growth import Growth, Renewed
-from .optimizer_choice import MakeOptimizer, check_eps, maker
+from .optimizer_choice import MakeOptimizer, check_dampening, check_eps, maker
 from .raw_tables import RawTables, raw_tables
 
 
@@ -204,9 +204,9 @@ def replicate(
 
     CPU ranks of one machine share tables with `sparse=True` (`nn.Embedding`, `nn.EmbeddingBag`; without `max_norm`):
     the tables and the optimizer's state of their rows are in memory once, each rank updates a part of the rows, and the
-    time of a step does not depend on the number of rows. The optimizer can be torch's Adagrad, SparseAdam, or SGD
-    without momentum. On GPUs, on several machines, or with a `process_group`, such tables are copied, too, and ranks
-    exchange the rows of their gradients.
+    time of a step does not depend on the number of rows. The optimizer can be torch's Adagrad, SparseAdam, or SGD, with
+    momentum, too: the velocity of a row then changes only in steps that use the row. On GPUs, on several machines, or
+    with a `process_group`, such tables are copied, too, and ranks exchange the rows of their gradients.
 
     The rows of a table of raw ids (`RawIds`) are divided among the ranks, with their optimizer's state. torch's SGD,
     Adagrad, Adam and related optimizers, with any options, train the rows that a batch uses and leave other rows
@@ -228,7 +228,8 @@ def replicate(
     Raises:
         ValueError: A part of the model is on the meta device; `optimizer` is neither a callable nor such a name, or is
             a callable together with `lr` or `eps`; it cannot train single rows, and a table has raw ids; it is "adam",
-            and a table has `sparse=True`; or its `eps` is 0 in float16, the type of a parameter.
+            and a table has `sparse=True`; it has momentum with dampening, and a table has either; or its `eps` is 0 in
+            float16, the type of a parameter.
         RuntimeError: The process is in no process group.
 
     Examples:
@@ -279,6 +280,7 @@ def replicate(
     replicated = Replicated(parallel, made, model, tables, raw)
     for one in (tables, raw):
         if one is not None:
+            check_dampening(made, one)
             one.attach(made)
     return replicated
 

@@ -347,8 +347,20 @@ class FittedRecommender:
         return part_of(lists, torch.from_numpy(codes_of(users, distinct)))
 
     def _together(self, more: pl.DataFrame) -> pl.DataFrame:
+        if not len(more):  # columns without values have any type
+            return self._rows
         for name, dtype in self._rows.schema.items():
             other = more.schema[name]
-            if dtype != other and not (dtype.is_numeric() and other.is_numeric()):
+            times = isinstance(dtype, pl.Datetime) and isinstance(other, pl.Datetime)
+            if other == pl.Null or (times and (dtype.time_zone is None) == (other.time_zone is None)):
+                more = more.with_columns(pl.col(name).cast(dtype))  # all are null, or times of another unit or zone
+            elif dtype != other and pl.UInt64 in (dtype, other) and dtype.is_integer() and other.is_integer():
+                as_before = more[name].cast(dtype, strict=False)
+                if as_before.null_count() > more[name].null_count():
+                    raise TypeError(
+                        f"column {name!r} must be {dtype}, as in the log, got {other} with values beyond it"
+                    )
+                more = more.with_columns(as_before)
+            elif dtype != other and not (dtype.is_numeric() and other.is_numeric()):
                 raise TypeError(f"column {name!r} must be {dtype}, as in the log, got {other}")
         return pl.concat([self._rows, more], how="vertical_relaxed")

@@ -56,9 +56,10 @@ class Hidden:
         if len(lists) != len(self.users):
             raise ValueError(f"recommend must return a row for each of {len(self.users)} users, got {len(lists)}")
         flat = pl.DataFrame({"id": lists}).with_row_index("row").explode("id").drop_nulls("id")
-        flat = flat.with_columns(place=pl.int_range(pl.len()).over("row")).filter(pl.col("place") < self.k)
+        k = min(self.k, len(self.ids))
+        flat = flat.with_columns(place=pl.int_range(pl.len()).over("row")).filter(pl.col("place") < k)
         row, place = (torch.from_numpy(flat[one].cast(pl.Int64).to_numpy(writable=True)) for one in ("row", "place"))
-        ranked = torch.full((len(lists), self.k), -1)
+        ranked = torch.full((len(lists), k), -1)
         ranked[row, place] = torch.from_numpy(codes_of(flat["id"].cast(self.ids.dtype), self.ids))
         return per_user(ranked, self.wanted)[0]
 
@@ -126,8 +127,9 @@ class Task:
             if not len(part):
                 raise ValueError(
                     f"`log` must have rows for {what}, got none of {len(log):,} rows with {protocol!r}: they must be "
-                    "of "
-                    f"users with earlier rows, and of items that these users have not taken before"
+                    "of users with earlier rows, and of items that these users have not taken before. "
+                    "fit_recommender with a single model, such as models=EASE(100.0), compares none and needs no such "
+                    "rows"
                 )
         about = {
             "protocol": repr(protocol),

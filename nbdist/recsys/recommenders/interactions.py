@@ -15,7 +15,7 @@ from torch.nn.functional import embedding_bag
 
 from ..io.frames import Tabular, require_frame
 from ..loader.columns import Ragged
-from ..retrieval.codes import codes_of, places_of
+from ..retrieval.codes import WORDS, codes_of, places_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,21 +39,20 @@ class Interactions:
         """Number the users and items of a log.
 
         Raises:
-            TypeError: `log` is no frame, or a column is of lists or floats.
+            TypeError: `log` is no frame, a column of ids is of lists or floats, or times are neither dates nor numbers.
             ValueError: A column is missing, an id is null, or there are no rows.
         """
         columns = [user, item] + ([] if time is None else [time])
         rows = columns_of(log, *columns)
         for name in (user, item):
-            check_no_nulls(rows[name])
-            if rows[name].dtype.is_nested() or rows[name].dtype.is_float():
-                raise TypeError(f"column {name!r} must be of integers, strings or dates, got {rows[name].dtype}")
+            check_ids(rows[name])
         if not len(rows):
             raise ValueError("log must have rows, got none")
         users, items = rows[user].unique().sort(), rows[item].unique().sort()
         user_codes, item_codes = codes_of(rows[user], users), codes_of(rows[item], items)
         times = None
         if time is not None:
+            check_times(rows[time])
             times = torch.from_numpy(
                 rows[time].to_physical().cast(pl.Float64).fill_null(np.nan).to_numpy(writable=True)
             )
@@ -66,6 +65,24 @@ def check_no_nulls(ids: pl.Series) -> None:
         raise ValueError(
             f"column {ids.name!r} must have no nulls, got {ids.null_count()} in {len(ids)} rows: filter them out first"
         )
+
+
+def check_ids(ids: pl.Series) -> None:
+    """Raise `ValueError` for a column of ids that holds a null, and `TypeError` for one of another type."""
+    check_no_nulls(ids)
+    if ids.dtype.is_nested() or ids.dtype.is_float() or ids.dtype == pl.Object:
+        raise TypeError(f"column {ids.name!r} must be of integers, strings or dates, got {ids.dtype}")
+
+
+def check_times(times: pl.Series) -> None:
+    """Raise `TypeError` for a column of times that has no order in time, such as strings."""
+    if not (times.dtype.is_numeric() or times.dtype.is_temporal() or times.dtype == pl.Null):
+        hint = (
+            ": convert them, for example with `str.to_datetime` of polars or `to_datetime` of pandas"
+            if times.dtype == pl.String
+            else ""
+        )
+        raise TypeError(f"column {times.name!r} must be of dates, times or numbers, got {times.dtype}{hint}")
 
 
 def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: str = "log") -> pl.DataFrame:
@@ -85,10 +102,9 @@ def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: 
     for column in columns:
         if column not in there:
             raise ValueError(f"{name} must have a column {column!r}, got {', '.join(map(repr, there))}")
-    words = pl.selectors.by_dtype(pl.Categorical, pl.Enum)  # which are ids as strings are
     return (
         rows.select(list(dict.fromkeys([*columns, *(one for one in optional if one in there)])))
-        .with_columns(words.cast(pl.String))
+        .with_columns(pl.selectors.by_dtype(*WORDS).cast(pl.String))
         .collect()
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from ..io.frames import Tabular
-from .interactions import check_no_nulls, columns_of
+from .interactions import check_ids, check_no_nulls, columns_of
 
 _JSON, _LOG = FILES = ("log.json", "log.parquet")
 _FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
@@ -36,13 +36,21 @@ class LogColumns:
         return [name for name in (self.user, self.item, self.time, self.rating) if name is not None]
 
     def read(self, log: Tabular, name: str = "log", more: Sequence[str] = ()) -> pl.DataFrame:
-        """Read the columns that are used, and `more`. Raises `ValueError` if a column is missing or an id is null."""
-        return self._checked(columns_of(log, *self.columns(), *more, name=name))
+        """Read the columns that are used, and `more`. Raises `ValueError` if a column is missing or an id is null, and
+        `TypeError` for ids of a wrong type."""
+        rows = columns_of(log, *self.columns(), *more, name=name)
+        for one in (self.user, self.item):
+            if len(rows):  # a column without values has any type
+                check_ids(rows[one])
+        return rows
 
     def read_history(self, rows: Tabular) -> pl.DataFrame:
         """Read the columns of users and items, and the column of ratings if there is one."""
         optional = () if self.rating is None else (self.rating,)
-        return self._checked(columns_of(rows, self.user, self.item, optional=optional, name="history"))
+        found = columns_of(rows, self.user, self.item, optional=optional, name="history")
+        for one in (self.user, self.item):
+            check_no_nulls(found[one])
+        return found
 
     def with_least(self, rating: float) -> LogColumns:
         """Return the same columns with this lowest rating of an item that the user likes."""
@@ -70,11 +78,6 @@ class LogColumns:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError) as error:
             raise ValueError(f"{folder}: not a saved recommender: {error}") from error
-
-    def _checked(self, rows: pl.DataFrame) -> pl.DataFrame:
-        for name in (self.user, self.item):
-            check_no_nulls(rows[name])
-        return rows
 
     def liked(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Return the rows that a model learns from."""

@@ -12,13 +12,18 @@ import torch
 from ..io.frames import series_of
 from ..loader.columns import Ragged
 
+WORDS = (pl.Categorical, pl.Enum)
+"""The types of categories, which are ids as strings are."""
+
 
 def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the position of each id in `known`, -1 for an unknown id. Integers match floats without a fraction.
+    """Return the position of each id in `known`, -1 for an unknown id. Integers match floats without a fraction, and
+    strings match categories.
 
     Raises:
         TypeError: The ids are of another type, such as strings if integers are known.
     """
+    ids, known = (one.cast(pl.String) if one.dtype in WORDS else one for one in (ids, known))
     if known.dtype.is_integer() and ids.dtype.is_numeric():
         # An integer that the type of `known` cannot hold is one that is not there.
         wide = pl.Int128() if pl.UInt64() in (ids.dtype, known.dtype) or ids.dtype.is_float() else pl.Int64()

@@ -30,7 +30,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from ...devices import collective_device
 from ...shm.process_group import shared_group
 from ...system.huge_pages import gather
-from ..parallel.optimizer_choice import MakeOptimizer
+from ..parallel.optimizer_choice import MakeOptimizer, Momentum
 from .annotations import annotate_for_profilers_alone
 from .batches_ahead import InputsAhead
 from .collection_hooks import prepare_collections
@@ -39,7 +39,7 @@ from .deferred import DeferredTables, TablesOptimizer, deferring
 from .half_tables import SinglePrecision, check_types
 from .hooks import move_inputs
 from .initial import common_seed, fill, free_tables, materialise, without_memory
-from .optimizers import EVERYWHERE, OPTIMIZERS, check_optimizer, fused_types
+from .optimizers import EVERYWHERE, MOMENTUM, TYPES, check_momentum, check_optimizer, fused_types
 from .plan import Plan
 from .planning import Planner, check_topology, choose_kernels, make_sharders
 from .sharded import Sharded, kernels, share_buffers
@@ -54,6 +54,7 @@ def build(
     optimizer: str | Mapping[str, str],
     lr: float | Mapping[str, float],
     eps: float,
+    momentum: Momentum | None,
     dense_optimizer: MakeOptimizer | None,
     fused: bool | None,
     memory: int | None,
@@ -62,9 +63,8 @@ def build(
     checked: bool,
 ) -> Sharded:
     """Shard a model; `shard` describes arguments and errors. TorchRec must be installed."""
-    device = collective_device()
-    tables = find_tables(model)
-    named, rates = _optimizers_of(tables, optimizer, lr, device, fused)
+    device, tables = collective_device(), find_tables(model)
+    named, rates, fused = _optimizers_of(tables, optimizer, lr, device, fused, momentum)
     check_types(tables)
     chosen = choose(strategies, tables)
     chosen_kernels = choose_kernels(compute_kernels, tables, device, fused)
@@ -72,7 +72,7 @@ def build(
     dense = _dense_parameters(model, tables, dense_optimizer)
     _warn_of_copies(tables, chosen, batch_size)
     sharders = make_sharders({"eps": eps})
-    _name_optimizers(tables, named, rates)
+    _name_optimizers(tables, named, rates, momentum)
     template, plain = without_memory(model), plain_collections(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
@@ -90,7 +90,7 @@ def build(
         by_gloo = ROW_STRATEGIES if device.type == "cpu" and group is None else ()
         finish = prepare_collections(model, plain, plan, checked, by_gloo)
         types = fused_types(device, fused)
-        with deferring({EmbOptimType[OPTIMIZERS[name]] for name in types}):
+        with deferring({EmbOptimType[TYPES[name]] for name in types}):
             parallel = DistributedModelParallel(
                 model,
                 env=ShardingEnv.from_process_group(group or dist.group.WORLD),
@@ -102,11 +102,11 @@ def build(
         fill(parallel.state_dict(), tables, seed)
     _prepare_steps(parallel, template, device)
     of_copies = _dense_optimizers(parallel, tables, dense, dense_optimizer, named, rates, eps)
-    optimizers = [parallel.fused_optimizer, *of_copies]
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
-    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
+    trained = TablesOptimizer([parallel.fused_optimizer, *of_copies], waiting)
+    return Sharded(parallel, trained, plan, template, any_fused, ahead)
 
 
 def _planned(planner: Planner, model: nn.Module, plain: Mapping[str, nn.Module]) -> tuple[ShardingPlan, Plan]:
@@ -124,22 +124,29 @@ def _optimizers_of(
     lr: float | Mapping[str, float],
     device: torch.device,
     fused: bool | None,
-) -> tuple[dict[str, str], dict[str, float]]:
-    """Return the optimizer and the learning rate of each table.
+    momentum: Momentum | None,
+) -> tuple[dict[str, str], dict[str, float], bool | None]:
+    """Return the optimizer and the learning rate of each table, and `fused`, which is False with momentum.
 
     Raises `ValueError` for an optimizer that the device or `fused` excludes.
     """
     named = of_each("optimizer=", optimizer, tables)
     for one in dict.fromkeys(named.values()):
         check_optimizer(one, device, fused)
-    return named, of_each("lr=", lr, tables)
+    if momentum is not None:
+        check_momentum(fused)
+        named, fused = dict.fromkeys(tables, MOMENTUM), False
+    return named, of_each("lr=", lr, tables), fused
 
 
-def _name_optimizers(tables: Mapping[str, Table], named: Mapping[str, str], rates: Mapping[str, float]) -> None:
+def _name_optimizers(
+    tables: Mapping[str, Table], named: Mapping[str, str], rates: Mapping[str, float], momentum: Momentum | None
+) -> None:
     """Write the optimizers of the tables to the attributes in which TorchRec looks for them."""
+    further = {} if momentum is None else {"momentum": momentum.factor, "nesterov": momentum.nesterov}
     for name, table in tables.items():
-        kind = EmbOptimType[OPTIMIZERS[named[name]]]
-        table.weight._optimizer_kwargs = [{"optimizer": kind, "learning_rate": rates[name]}]  # type: ignore[attr-defined]
+        options = {"optimizer": EmbOptimType[TYPES[named[name]]], "learning_rate": rates[name], **further}
+        table.weight._optimizer_kwargs = [options]  # type: ignore[attr-defined]
 
 
 def _warn_of_copies(tables: Mapping[str, Table], chosen: Mapping[str, str], batch_size: int) -> None:

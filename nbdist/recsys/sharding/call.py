@@ -55,17 +55,18 @@ def shard(
         optimizer: The optimizer of the tables: one of `OPTIMIZERS`, or a mapping from table names or patterns to them.
             It is fused into the backward pass if FBGEMM can do so. CPU ranks have sgd, adagrad, rowwise_adagrad and,
             not fused, adam. Or a function from parameters to their optimizer: torch's SGD, Adagrad or Adam, with no
-            options except `lr` and `eps`. Such a function is also the dense optimizer, unless `dense_optimizer` is
-            given. No optimizer changes rows of a table that a batch does not use, like `torch.optim.SparseAdam`.
+            options except `lr`, `eps`, and, not fused, SGD's `momentum` and `nesterov`. Such a function is also the
+            dense optimizer, unless `dense_optimizer` is given. No optimizer changes rows of a table that a batch does
+            not use, like `torch.optim.SparseAdam`; the velocity of such a row does not change, either.
         lr: The learning rate of the tables, for an optimizer that is given by name; or a mapping from table names or
             patterns to learning rates. None: 0.01.
         eps: The number added to the denominator by an optimizer that is given by name and has one. None: 1e-8.
         dense_optimizer: A function that makes the optimizer of all other parameters, such as `lambda parameters:
             torch.optim.Adam(parameters, lr=1e-3)`. It is needed if there are any and `optimizer` is a name.
         fused: Whether tables are updated in the backward pass. None: a table is, if FBGEMM has a kernel for its
-            optimizer on this device; for adam on CPUs, torch's slower optimizer is used. False: no table is, so that
-            gradients can be clipped and accumulated. That is slower, and works with sgd, adagrad, rowwise_adagrad and
-            adam.
+            optimizer on this device; for adam on CPUs, and SGD with momentum, torch's slower optimizer is used. False:
+            no table is, so that gradients can be clipped and accumulated. That is slower, and works with sgd, adagrad,
+            rowwise_adagrad and adam.
         memory_bytes: The number of bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on
             CPUs, shared by the ranks of this machine), minus four times the size of the other parameters, for gradients
             and moments.
@@ -106,10 +107,11 @@ def shard(
     check_gpu(collective_device())
     from .build import build
 
+    momentum = None
     if callable(optimizer):
         check_alone(lr, eps)
         dense_optimizer = dense_optimizer or optimizer
-        optimizer, lr, eps = described(optimizer)
+        optimizer, lr, eps, momentum = described(optimizer)
     return build(
         model,
         strategies or {},
@@ -117,6 +119,7 @@ def shard(
         optimizer=optimizer,
         lr=LR if lr is None else lr,
         eps=EPS if eps is None else eps,
+        momentum=momentum,
         dense_optimizer=dense_optimizer,
         fused=fused,
         memory=memory_bytes,

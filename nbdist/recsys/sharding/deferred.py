@@ -1,8 +1,8 @@
 """Tables that are updated in the optimizer's step; fused tables are updated in the backward pass.
 
 Gradients that are clipped, or accumulated over several batches, must be known before a table changes; and FBGEMM has no
-fused Adam on CPUs. Weights and state stay where FBGEMM keeps them, so that checkpoints are equal. torch does the
-look-ups and the updates, only for the rows that were looked up, and more slowly than FBGEMM.
+fused Adam on CPUs, and nowhere SGD with momentum. Weights and state stay where FBGEMM keeps them, so that checkpoints
+are equal. torch does the look-ups and the updates, only for the rows that were looked up, and more slowly than FBGEMM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def counters(kernel: Any) -> list[Tensor]:
 class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
     """The FBGEMM tables of one rank, updated by `update` and not in the backward pass."""
 
-    def __init__(self, *args: Any, optimizer: EmbOptimType, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, optimizer: EmbOptimType, momentum: float = 0.0, nesterov: bool = False, **options: Any
+    ) -> None:
         on_cpu = options["device"].type == "cpu"
         # On CPUs, FBGEMM refuses to make what Adam keeps: its first moment has the shape of Adagrad's state.
         super().__init__(*args, optimizer=ADAGRAD if on_cpu and optimizer == ADAM else optimizer, **options)
@@ -53,6 +55,8 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
             self.optimizer = ADAM
             second = construct_split_state(self.embedding_specs, rowwise=False, cacheable=False)
             self._apply_split(second, prefix="momentum2", dtype=torch.float32)
+        self.momentum, self.nesterov = momentum, nesterov
+        """The momentum of SGD, whose velocities take the place of Adagrad's state. 0.0: it is no SGD with momentum."""
         self.looked_up: list[LookedUp] = []
 
     def forward(
@@ -126,6 +130,10 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
             weight = weights[table]
             if self.optimizer == EmbOptimType.EXACT_SGD:
                 change = rate * gradient
+            elif self.momentum:
+                (velocity,) = states[table]
+                velocity[rows] = moved = self.momentum * velocity[rows] + gradient
+                change = rate * (gradient + self.momentum * moved if self.nesterov else moved)
             elif self.optimizer == ADAM:
                 first, second = states[table]
                 mean = args.beta1 * first[rows] + (1 - args.beta1) * gradient

@@ -18,7 +18,6 @@ OPTIMIZERS = {
     "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM",
     "lamb": "LAMB",
     "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB",
-    "lars_sgd": "LARS_SGD",
 }
 
 
@@ -39,6 +38,12 @@ DEFERRED = (*EVERYWHERE, "adam")
 """The optimizers that can be deferred to the optimizer's step."""
 
 
+MOMENTUM = "sgd with momentum"
+"""The name of the optimizer of all tables that a callable with momentum makes. FBGEMM does not have it."""
+TYPES = {**OPTIMIZERS, MOMENTUM: OPTIMIZERS["adagrad"]}
+"""The names of all optimizers, and FBGEMM's type whose state has the same shape."""
+
+
 def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) -> None:
     """Raise `ValueError` for an unknown optimizer, or one that is not possible with the device or `fused`."""
     if optimizer not in OPTIMIZERS:
@@ -55,3 +60,9 @@ def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) ->
 def fused_types(device: torch.device, fused: bool | None) -> set[str]:
     """Return the names among `OPTIMIZERS` that are used fused."""
     return set() if fused is False else set(EVERYWHERE if device.type == "cpu" else OPTIMIZERS)
+
+
+def check_momentum(fused: bool | None) -> None:
+    """Raise `ValueError` if tables with momentum are to be updated in the backward pass."""
+    if fused:
+        raise ValueError("`fused` must be None or False where SGD has momentum, got True: FBGEMM has no such optimizer")

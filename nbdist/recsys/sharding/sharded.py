@@ -217,6 +217,11 @@ class Sharded:
         with no_future_warnings():
             states = [one.state_dict()["state"] for one in self.optimizer.of_tables]
         moments = {key: value for state in states for key, value in state.items()}
+        if any(tables.momentum for tables in self.optimizer.waiting):  # which Adagrad's state must not become
+            moments = {
+                key: {name.replace("momentum1", "momentum_buffer"): one for name, one in value.items()}
+                for key, value in moments.items()
+            }
         return {"optimizer": moments} if moments else {}  # not an empty part, which no other rank may have
 
 

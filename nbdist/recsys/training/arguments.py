@@ -25,7 +25,7 @@ def check_model(model: Any) -> None:
     """Raise an error unless this process is a rank, and the model can be trained."""
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) or not hasattr(model, "_fused"):
         raise TypeError(f"`model` must be the result of shard() or replicate(), got {type(model).__name__}")
 
 

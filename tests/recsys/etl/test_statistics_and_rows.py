@@ -268,6 +268,31 @@ def test_fitting_continues_from_a_previous_workflow(
     assert sum(pl.read_parquet(file).height for file in files) == len(second), "today's rows are those in folds"
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_third_day_and_the_fourth(tmp_path: Path, saved: bool) -> None:
+    draw = np.random.default_rng(0)
+    day = pl.int_range(pl.len()) // 50
+    log = pl.DataFrame({"user": draw.integers(0, 9, 200), "price": draw.normal(5, 2, 200)}).with_columns(
+        liked=pl.col("price") > 5
+    )
+    steps = [
+        TargetEncoding("user", target="liked", smoothing=3),
+        JoinGroupby("user", columns="price", stats=["mean", "std", "max"]),
+        Normalize("price"),
+    ]
+    first, *others = (log.filter(day == number) for number in range(4))
+    workflow = Workflow(*steps).fit(first, progress=False)
+    for number, rows in enumerate(others):
+        if saved:
+            workflow.save(tmp_path / str(number))
+        previous: Any = tmp_path / str(number) if saved else workflow
+        workflow = Workflow(*steps).fit(rows, previous=previous, progress=False)
+    whole = Workflow(*steps).fit(log, progress=False)
+    found, expected = (one.transform(log).collect() for one in (workflow, whole))
+    for name in expected.columns:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, err_msg=name)
+
+
 def test_a_previous_workflow_that_does_not_fit_is_refused() -> None:
     rows = pl.DataFrame({"user": [1, 2], "price": [1.0, 2.0]})
     old = Workflow(JoinGroupby("user", columns="price", stats="mean")).fit(rows, progress=False)

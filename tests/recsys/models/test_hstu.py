@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import onnxruntime
 import polars as pl
 import pytest
 import torch
+import tritonclient.grpc
 from conftest import Sessions
 from torch.nn.functional import cross_entropy
+from tritonclient.utils import np_to_triton_dtype
 
 from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import HSTU
 from nbdist.recsys.sharding import replicate, shard
 from nbdist.recsys.training import fit
-from nbdist.recsys.triton import export_ensemble
+from nbdist.recsys.triton import Ensemble, export_ensemble, serve, serving
 from nbdist.recsys.triton.served.preprocess import Preprocessing
 
 LISTS = [[5, 6, 7], [5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11], []]
@@ -161,37 +164,85 @@ def test_the_time_shows_what_comes_next(sessions: Sessions, how: str) -> None:
     assert timed < 0.2 and ordered > 0.6, "a coin has a cross entropy of 0.69"
 
 
-@pytest.mark.long("Triton: exports and a server")
-@pytest.mark.parametrize("timed", [True, False])
-def test_a_history_is_served(tmp_path: Path, timed: bool) -> None:
-    torch.manual_seed(0)
-    draw = np.random.default_rng(1)
-    lengths = draw.integers(0, 8, 150)  # more rows, and longer lists, than an export tries
+def rows_to_serve(count: int, seed: int) -> pl.DataFrame:
+    """Histories, some of them empty, some longer than the model reads, some of items that training did not have."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(0, 12, count)
     lists = {
-        "history": [draw.choice(list("abcdefg"), length).tolist() for length in lengths],
+        "history": [draw.choice(list("abcdefg" if seed == 1 else "abcdefgxyz"), length).tolist() for length in lengths],
         "times": [(draw.integers(0, 10**7, length).cumsum() - 10**6).tolist() for length in lengths],
     }
-    rows = pl.DataFrame(lists).with_columns(now=pl.col("times").list.last().fill_null(0) + 3_600)
-    assert rows["times"].list.min().min() < 0, "some times are before 1970"
-    workflow = Workflow(Categorify("history")).fit(rows, progress=False)
+    schema = {"history": pl.List(pl.String), "times": pl.List(pl.Int64)}
+    return pl.DataFrame(lists, schema=schema).with_columns(now=pl.col("times").list.last().fill_null(0) + 3_600)
+
+
+def exported(path: Path, timed: bool, backend: str) -> tuple[Workflow, HSTU, Ensemble]:
+    torch.manual_seed(0)
+    workflow = Workflow(Categorify("history")).fit(rows_to_serve(150, 1), progress=False)
     size = workflow.vocabularies["history"].size
     model = HSTU(size, times="times" if timed else None, length=4, embedding_dim=8, blocks=2, heads=2).eval()
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.normal_()  # so that each bias counts
+    columns = ["history", "times", "now"] if timed else ["history"]
     ensemble = export_ensemble(
         workflow,
         model,
-        tmp_path,
+        path,
         "next",
-        columns=["history", "times", "now"] if timed else ["history"],
+        columns=columns,
         predict=lambda model, batch: model.query(batch),
         output="vector",
+        backend=backend,
         fill=False,
     )
+    return workflow, model, ensemble
+
+
+def queries(workflow: Workflow, model: HSTU, rows: pl.DataFrame) -> np.ndarray[Any, Any]:
+    (batch,) = MemoryLoader(workflow.transform(rows).collect(), len(rows))
+    with torch.no_grad():
+        return model.query(batch).numpy()
+
+
+@pytest.mark.long("Triton: exports and a server")
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_history_is_served(tmp_path: Path, timed: bool) -> None:
+    workflow, model, ensemble = exported(tmp_path, timed, "onnxruntime")
+    rows = rows_to_serve(150, 1)  # more rows, and longer lists, than an export tries
+    assert rows["times"].list.min().min() < 0, "some times are before 1970"
     session = onnxruntime.InferenceSession(tmp_path / "next_model" / "1" / "model.onnx")
     asked = Preprocessing(tmp_path / "next_preprocess" / "1")(ensemble.request(rows))
     (answers,) = session.run(["vector"], asked)
-    (batch,) = MemoryLoader(workflow.transform(rows).collect(), 150)
-    with torch.no_grad():
-        np.testing.assert_allclose(answers, model.query(batch).numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(answers, queries(workflow, model, rows), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
+@pytest.mark.long("Triton: exports and a server")
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_triton_server_answers_as_the_model(tmp_path: Path, timed: bool) -> None:
+    """Many rows and long histories, single rows, and requests that the server puts together."""
+    workflow, model, ensemble = exported(tmp_path, timed, "python")
+
+    def inputs(rows: pl.DataFrame) -> list[Any]:
+        found = []
+        for name, array in ensemble.request(rows).items():
+            found.append(tritonclient.grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+            found[-1].set_data_from_numpy(array)
+        return found
+
+    with serve(tmp_path) as server, tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        for count in (1_000, 65, 64, 3, 1):
+            rows = rows_to_serve(count, 10 + count)
+            answers = client.infer("next", inputs(rows)).as_numpy("vector")
+            np.testing.assert_allclose(answers, queries(workflow, model, rows), rtol=1e-4, atol=1e-5)
+        rows = rows_to_serve(300, 5)
+        asked: list[concurrent.futures.Future[Any]] = [concurrent.futures.Future() for _ in range(len(rows))]
+        for number, future in enumerate(asked):
+            client.async_infer(
+                "next", inputs(rows[number]), lambda result, error, future=future: future.set_result((result, error))
+            )
+        found = [future.result() for future in asked]
+        assert [error for _, error in found if error] == []
+        answers = np.concatenate([result.as_numpy("vector") for result, _ in found])
+        np.testing.assert_allclose(answers, queries(workflow, model, rows), rtol=1e-4, atol=1e-5)

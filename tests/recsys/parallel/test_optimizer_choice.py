@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from conftest import Sessions
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 
 from nbdist.recsys.models import PooledTables
 from nbdist.recsys.parallel.optimizer_choice import described, maker
-from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.sharding import OPTIMIZERS, replicate, shard
 
 FORMS = [
     ({"optimizer": "sgd", "lr": 0.5}, partial(torch.optim.SGD, lr=0.5)),
@@ -65,7 +69,7 @@ def test_a_name_and_what_makes_it_train_alike(sessions: Sessions, how: str, name
         ("replicate", {"optimizer": torch.optim.SGD, "lr": 0.1}, "`lr` must be left out .* got 0.1: set it there"),
         ("shard", {"optimizer": torch.optim.SGD, "eps": 0.1}, "`eps` must be left out .* got 0.1: set it there"),
         ("shard", {"optimizer": torch.optim.AdamW}, "`optimizer` must make torch's SGD, Adagrad, Adam .* got AdamW"),
-        ("shard", {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "no options .* got momentum=0.9"),
+        ("shard", {"optimizer": partial(torch.optim.Adam, weight_decay=0.1)}, "but lr and eps .* got weight_decay=0.1"),
     ],
 )
 def test_optimizers_that_cannot_be_used_are_refused(
@@ -83,7 +87,21 @@ def test_adam_by_name_is_not_for_sparse_gradients(sessions: Sessions) -> None:
         sessions[2].run(ask)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fbgemm_knows_the_state_of_each_optimizer(name: str) -> None:
+    """TorchRec asks for it when it makes a fused table, and so does each snapshot; FBGEMM has none of LARS-SGD."""
+    spec = (4, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen([spec], optimizer=EmbOptimType.EXACT_ADAGRAD)  # all that CPUs have
+    kernel.optimizer = EmbOptimType[OPTIMIZERS[name]]
+    states = mock.patch.object(type(kernel), "split_optimizer_states", lambda _: [[torch.zeros(4, 4)] * 2])
+    with states:
+        assert kernel.get_optimizer_state()
+        kernel.optimizer = EmbOptimType.LARS_SGD
+        with pytest.raises(NotImplementedError):
+            kernel.get_optimizer_state()
+
+
 def test_defaults_are_the_same_in_both_forms() -> None:
     made = maker("adagrad", None, None)([nn.Parameter(torch.zeros(1))])
     assert (made.defaults["lr"], made.defaults["eps"]) == (0.01, 1e-8)
-    assert described(maker("adagrad", None, None)) == ("adagrad", 0.01, 1e-8)
+    assert described(maker("adagrad", None, None)) == ("adagrad", 0.01, 1e-8, None)

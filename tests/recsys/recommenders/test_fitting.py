@@ -187,6 +187,71 @@ def test_answers_are_frames_of_the_kind_of_the_log(form: Any, tmp_path: Path) ->
     assert type(FittedRecommender.load(tmp_path / "r").refit(later).recommend(["new"], 1)) is kind
 
 
+KINDS_OF_CATEGORIES = {
+    "polars": lambda ids: pl.Series(ids, dtype=pl.Categorical),
+    "Enum": lambda ids: pl.Series(ids, dtype=pl.Enum(sorted(set(ids)))),
+    "pandas": lambda ids: pd.Series(ids, dtype="category"),
+    "an array of pandas": lambda ids: pd.Categorical(ids),
+    "Arrow": lambda ids: pa.array(ids).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("make", KINDS_OF_CATEGORIES.values(), ids=KINDS_OF_CATEGORIES)
+def test_categories_are_asked_for_as_strings(make: Any) -> None:
+    found = fitted()
+    assert found.recommend(make(["u1", "u2", "u1"]), 2).equals(found.recommend(["u1", "u2", "u1"], 2))
+    assert found.similar(make(["i1", "i2"]), 2).equals(found.similar(["i1", "i2"], 2))
+    history = {"who": make(["u1", "new"]), "what": make(["i7", "i0"])}
+    strings = {"who": ["u1", "new"], "what": ["i7", "i0"]}
+    assert found.recommend(history=history, k=2).equals(found.recommend(history=strings, k=2))
+
+
+def test_times_of_another_unit_or_zone_are_the_same_times() -> None:
+    utc = rated().with_columns(day=pl.lit(0).cast(pl.Datetime("us", "UTC")) + pl.duration(hours="day"))
+    today = pl.DataFrame({"who": ["new"], "what": ["i1"], "stars": [5], "day": [10**15]}).with_columns(
+        pl.col("day").cast(pl.Datetime("us", "UTC"))
+    )
+    found = fitted(log=utc)
+    there = today.with_columns(pl.col("day").dt.convert_time_zone("Europe/Berlin").dt.cast_time_unit("ns"))
+    assert found.refit(there)._rows.equals(found.refit(today)._rows)
+    with pytest.raises(TypeError, match=r"column 'day' must be Datetime.*UTC.*, as in the log, got Datetime"):
+        found.refit(today.with_columns(pl.col("day").dt.replace_time_zone(None)))
+
+
+@pytest.mark.parametrize("today", [{}, pd.DataFrame(), {"stars": [None], "who": ["new"], "what": ["i1"], "day": [900]}])
+def test_a_day_without_rows_or_without_ratings(today: Any) -> None:
+    found = fitted()
+    rows = {name: today.get(name, []) for name in ("who", "what", "stars", "day")}
+    again = found.refit(pd.DataFrame(rows) if isinstance(today, pd.DataFrame) else rows)
+    assert again.recommend(["u1"], 3).equals(found.recommend(["u1"], 3))
+    assert len(again.known_users) == len(found.known_users) + bool(rows["who"])
+
+
+def test_integers_of_the_next_day() -> None:
+    """Ids above 2**63 and below meet in one column; what the type of the log cannot hold is refused."""
+    ids = {"user": pl.Series([2**63, 2**63, 2**63 + 1], dtype=pl.UInt64), "item": [1, 2, 1]}
+    found = fit_recommender(pl.DataFrame(ids), models=ItemKNN(), progress=False)
+    assert found.refit({"user": [5], "item": [2]}).known_users.to_list() == [5, 2**63, 2**63 + 1]
+    assert found.evaluate({"user": [5, 2**63 + 1], "item": [2, 2]})["count"].to_list() == [2, 1, 1]
+    with pytest.raises(TypeError, match="column 'user' must be UInt64, as in the log, got Int64 with values beyond it"):
+        found.refit({"user": [-5], "item": [2]})
+    small = fit_recommender({"user": [1, 1, 2], "item": [1, 2, 1]}, models=ItemKNN(), progress=False)
+    with pytest.raises(TypeError, match="column 'user' must be Int64, as in the log, got UInt64 with values beyond it"):
+        small.refit(ids)
+    narrow = fit_recommender({**ids, "user": pl.Series([1, 1, 2], dtype=pl.Int32)}, models=ItemKNN(), progress=False)
+    assert narrow.refit({"user": [2**40], "item": [1]}).known_users.to_list() == [1, 2, 2**40]
+    for act in (small.refit, small.evaluate):
+        with pytest.raises(TypeError, match="column 'user' must be of integers, strings or dates, got Float64"):
+            act({"user": [5.0], "item": [1]})
+
+
+def test_more_items_than_there_are() -> None:
+    found = fitted()
+    rows = {"who": ["u1"], "what": ["i9"], "stars": [5], "day": [900]}
+    whole, more = (found.evaluate(rows, k).rename(lambda name: name.partition("@")[0]) for k in (11, 10**12))
+    assert whole.equals(more) and found.recommend(["u1"], 10**12).height == 5
+
+
 def test_a_log_in_parquet_files_and_categories(tmp_path: Path) -> None:
     rated().with_columns(pl.col("who", "what").cast(pl.Categorical)).write_parquet(tmp_path / "log.parquet")
     for path in (tmp_path / "log.parquet", str(tmp_path / "*.parquet")):
@@ -270,6 +335,16 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted(min_rating="4"), TypeError, "`min_rating` must be a number, got '4'"),
         (lambda: fitted(min_rating=9), ValueError, "`min_rating` must be at most the largest rating, 5"),
         (lambda: fitted(log=rated().clear()), ValueError, "log must have rows, got none"),
+        (
+            lambda: fitted(log=rated().with_columns(day=pl.lit("2024-01-01"))),
+            TypeError,
+            "column 'day' must be of dates, times or numbers, got String: convert them, .* `str.to_datetime`",
+        ),
+        (
+            lambda: fitted(log=rated().with_columns(day=pl.concat_list("day"))),
+            TypeError,
+            r"column 'day' must be of dates, times or numbers, got List\(Int64\)",
+        ),
         (lambda: fitted(log=[1]), TypeError, "log must be a frame of polars or pandas"),
         (lambda: fitted(log=rated().with_columns(who=None)), ValueError, "column 'who' must have no nulls, got 180"),
         (lambda: fitted({"x": 3}), TypeError, "model 'x' must be a Recommender, such as EASE"),
@@ -283,6 +358,37 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted().recommend([1]), TypeError, "ids must be String, as in the log or index, got Int64"),
         (lambda: fitted().recommend("u1"), TypeError, "`users` must be a list or another sequence of values"),
         (lambda: fitted().recommend(1), TypeError, "`users` must be a list or another sequence of values"),
+        (
+            lambda: fitted().recommend({"who": ["u1"]}),
+            TypeError,
+            "`users` must be a column of values, got a dict: give",
+        ),
+        (
+            lambda: fitted().recommend(pl.DataFrame({"who": ["u1"]})),
+            TypeError,
+            "`users` must be a column .* a DataFrame",
+        ),
+        (
+            lambda: fitted().similar(pd.DataFrame({"what": ["i1"]})),
+            TypeError,
+            "`items` must be a column .* a DataFrame",
+        ),
+        (lambda: fitted().recommend(["u1", 5]), TypeError, "`users` must hold values of one type: "),
+        (
+            lambda: fitted().recommend(pd.Timestamp("2024-01-01")),
+            TypeError,
+            "`users` must be a list or another sequence",
+        ),
+        (
+            lambda: fitted(log=rated().with_columns(who=pl.Series([object()] * 180, dtype=pl.Object))),
+            TypeError,
+            "column 'who' must be of integers, strings or dates, got Object",
+        ),
+        (
+            lambda: fitted({"e": EASE}, log=rated().unique("who")),
+            ValueError,
+            r"must have rows for validation.*fit_recommender with a single model, such as models=EASE\(100\.0\)",
+        ),
         (lambda: fitted().explain(["u1"], "i1"), TypeError, "`user` must be the id of one user, got"),
         (lambda: FittedRecommender.load("none"), FileNotFoundError, "must hold a recommender of fit_recommender"),
         (lambda: Recommender.load("none"), FileNotFoundError, "must hold a saved recommender, got no file"),

@@ -616,7 +616,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
             r"must be one of sgd, adagrad, rowwise_adagrad on CPU ranks, got 'adam'",
         ),
         ({"optimizer": "lamb"}, r"must be one of sgd, adagrad, rowwise_adagrad, adam on CPU ranks, got 'lamb'"),
-        ({"optimizer": "lars_sgd", "fused": False}, r"must be one of sgd, .* on CPU ranks, got 'lars_sgd'"),
+        ({"optimizer": "lamb", "fused": False}, r"must be one of sgd, .* on CPU ranks, got 'lamb'"),
         ({"optimizer": {"table_0": "sgd"}}, r"optimizer= has no entry for table 'table_1': add it, or '\*'"),
         ({"lr": {"users": 0.1, "*": 1.0}}, r"'users' matches no table; there are table_0, table_1"),
         ({"optimizer": "adamw"}, "`optimizer` must be one of sgd, adagrad.* got 'adamw'"),
