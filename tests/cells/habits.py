@@ -1121,3 +1121,62 @@ with log, loss.file, Session(1) as session:
     assert in_ddp(1, write) == session.run(write) == 7
 with open("appended.log", encoding="latin-1") as file, open("losses") as losses:
     assert (file.read(), losses.read()) == ("é notebook\n" + 2 * "é rank\n", "0.50.5")
+
+# %% Generic classes, protocols and typed dictionaries of a cell
+# happens: They arrive with their attributes, and come back as the notebook's classes.
+# reported: cloudpipe/cloudpickle#463, python/cpython#129250
+from typing import Generic, NewType, Protocol, TypedDict, TypeVar, runtime_checkable
+
+T = TypeVar("T")
+Identity = NewType("Identity", int)
+
+
+class Base(Generic[T]):
+    kind = "base"
+
+    @property
+    def twice(self):
+        return 2 * self.value
+
+
+class Child(Base[T]):
+    def __init__(self, value: T):
+        self.value = value
+
+
+@runtime_checkable
+class Doubled(Protocol):
+    twice: int
+
+
+class Line(TypedDict):
+    user: Identity
+
+
+child = Child[int](5)
+
+
+def typed():
+    return child.kind, child.twice, isinstance(child, Doubled), Line(user=Identity(4)), child.__orig_class__
+
+
+assert in_ddp(1, typed) == ("base", 10, True, {"user": 4}, Child[int])
+assert isinstance(in_ddp(1, lambda: Child(7)), Child)
+
+# %% `torch.serialization.add_safe_globals` in an earlier cell
+# happens: It holds in ranks; one that only loads the file needs `need="Options"`.
+# reported: e3nn/e3nn#519, pytorch/pytorch#146886
+import torch
+
+
+class Options:
+    rate = 0.5
+
+
+torch.serialization.add_safe_globals([Options])
+torch.save({"options": Options()}, "options.pt")
+try:
+    loaded = in_ddp(1, lambda: torch.load("options.pt", weights_only=True)["options"], need="Options")
+    assert type(loaded) is Options
+finally:
+    torch.serialization.clear_safe_globals()
