@@ -145,6 +145,13 @@ ELSEWHERE = [
         "It holds in ranks. The connections between notebook and ranks have no timeout.",
         "lijiejie/BBScan#13",
     ),
+    (
+        "kernel/cells/front_ends.py",
+        "nbconvert",
+        "`jupyter nbconvert --execute` of a notebook with calls",
+        "Prints, plots and values are in the notebook that is written, and an exception has its own type.",
+        "",
+    ),
 ]
 
 #: What was tried by hand, with packages that the tests do without: what people do, what happens, the reports.
@@ -175,10 +182,10 @@ BY_HAND = [
         "facebookresearch/moco#35",
     ),
     (
-        "mlflow-skinny 3.17.2: a tracking URI and an experiment that an earlier cell sets",
-        "They hold in ranks. An active run of the notebook is not active there: `mlflow.start_run(run_id=...)` goes on "
-        "with it.",
-        "mlflow/mlflow#5817, ludwig-ai/ludwig#1768",
+        "mlflow-skinny 3.17.2: a tracking URI, an experiment, a run and autolog of an earlier cell",
+        "URI and experiment hold in ranks. `mlflow.start_run(run_id=...)` goes on with the notebook's run there. "
+        "Autolog does not hold: call it in the function.",
+        "mlflow/mlflow#5817, mlflow/mlflow#4696, ludwig-ai/ludwig#1768",
     ),
     (
         "A component of a cell (`@Language.component`) in a pipeline of spaCy 3.8",
@@ -188,11 +195,6 @@ BY_HAND = [
     (
         "A file of h5py 3.16.0 or a connection of duckdb 2.0.1 as a global",
         "It is refused by name: open it in the function.",
-        "",
-    ),
-    (
-        "`jupyter nbconvert --execute` (7.17.2) of a notebook with calls",
-        "Prints, plots and values are in the notebook that is written, and an exception has its own type.",
         "",
     ),
 ]
