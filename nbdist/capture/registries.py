@@ -25,12 +25,13 @@ from .patches import PLAIN, classes
 from .refusals import Refusals
 
 _CONTAINERS = frozenset([dict, list, set, collections.OrderedDict, collections.defaultdict])
-#: Packages whose containers have their own way, or are of the notebook's machinery.
-_NEVER = {"IPython", "ipykernel", "ipywidgets", "traitlets", "warnings", "cloudpickle", __name__.partition(".")[0]}
+#: Packages whose containers have their own way, are of the notebook's machinery, or hold what runs in this process.
+_NEVER = {"IPython", "ipykernel", "ipywidgets", "comm", "traitlets", "zmq", "tornado", __name__.partition(".")[0]}
+_NEVER |= {"warnings", "logging", "cloudpickle", "asyncio", "threading", "multiprocessing"}
 #: Code that may put something into a registry.
 _MAY_REGISTER = re.compile(
     r"regist|\badd_|_hook\b|copyreg|implements|^\s*@(?!torch|functools|contextlib|dataclasses|abc|typing)\w+\.\w+\(",
-    re.M,
+    re.MULTILINE,
 )
 _FUNCTION = re.compile(r"^ *(?:async )?def (\w+)", re.MULTILINE)
 _MISSING = object()
