@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -454,11 +453,3 @@ def cell(notebook: Kernel) -> Cell:
     """
     notebook.ok("%reset -f\nimport gc\ngc.freeze()\ndel gc\nfrom nbdist import CaptureError, Session, in_ddp")
     return lambda code: notebook.ok(dedent(code))
-
-
-@pytest.fixture
-def _grid_shard_is_there(request: pytest.FixtureRequest) -> None:
-    """Skip what takes a grid with TorchRec 1.0, that is with torch 2.5: `shard` refuses it by name."""
-    known = find_spec("torchrec.distributed.sharding.grid_sharding") is not None
-    if not known and "grid_shard" in request.node.name:
-        pytest.skip("TorchRec 1.0 has no grid_shard")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import builtins
 import codecs
+import contextlib
 import contextvars
 import copyreg
 import functools
 import getpass
 import importlib
 import inspect
+import io
+import os
 import sys
 import threading
 import types
@@ -40,7 +43,8 @@ def make_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExcep
 def reduce_own(obj: Any) -> Reduction | None:
     """Return the reduction of an object that each process has for itself; None for any other object.
 
-    A standard stream, `input`, `getpass` and a notebook's shell become the reader's.
+    A standard stream, `input`, `getpass` and a notebook's shell become the reader's. A file that was opened to append
+    is opened again.
 
     Raises `TypeError` for a thread and for the end of a pipe.
     """
@@ -62,10 +66,30 @@ def reduce_own(obj: Any) -> Reduction | None:
         raise TypeError(f"a {type(obj).__name__} belongs to the process that made it")
     if isinstance(obj, threading.local):
         return _reduce_local(obj)
+    if isinstance(obj, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+        return _reduce_appended(obj)
     iostream = sys.modules.get("ipykernel.iostream")
     if iostream is not None and isinstance(obj, iostream.OutStream):  # while something else is in its place
         return getattr, (sys, obj.name)
     return None
+
+
+def _reduce_appended(file: Any) -> Reduction | None:
+    """Return the reduction of a file that was opened to append (`open(path, "a")`): what several processes write to its
+    end stays. None for another file."""
+    text = isinstance(file, io.TextIOWrapper)
+    binary = file.buffer if text else file
+    if file.closed or not isinstance(binary, (io.BufferedWriter, io.BufferedRandom)):
+        return None
+    raw: Any = binary.raw
+    if type(raw) is not io.FileIO or "a" not in raw.mode or not isinstance(raw.name, str):
+        return None
+    file.flush()
+    mode = raw.mode.replace("b", "")
+    path = os.path.abspath(raw.name)
+    if not text:
+        return open, (path, f"{mode}b")
+    return open, (path, mode, 1 if file.line_buffering else -1, file.encoding, file.errors)
 
 
 # ------------------------------------------------------------------------------------------------ locks and caches
@@ -105,6 +129,14 @@ class _Gone:
 
 def _make_weakref(target: Any) -> Any:
     return weakref.ref(_Gone() if target is None else target)
+
+
+def _reduce_context_manager(manager: Any) -> Any:
+    """Return the reduction of what a function under `contextlib.contextmanager` has returned, as its decorator
+    (`@timed()`) keeps it. Once entered, it is a generator's and cannot be sent."""
+    if "func" not in vars(manager):
+        return manager.__reduce_ex__(4)
+    return type(manager), (manager.func, manager.args, manager.kwds)
 
 
 def _reduce_view(view: memoryview) -> Reduction:
@@ -167,6 +199,8 @@ BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
     functools._lru_cache_wrapper: _reduce_lru_cache,
     memoryview: _reduce_view,
     contextvars.ContextVar: _reduce_context_variable,
+    contextlib._GeneratorContextManager: _reduce_context_manager,
+    contextlib._AsyncGeneratorContextManager: _reduce_context_manager,
     codecs.CodecInfo: lambda info: (codecs.lookup, (info.name,)),
     weakref.ref: _reduce_weakref,
     weakref.WeakKeyDictionary: lambda d: (weakref.WeakKeyDictionary, (dict(d),)),

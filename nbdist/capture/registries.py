@@ -1,7 +1,8 @@
 """Registries: containers of libraries into which the notebook has put functions and classes of its own.
 
 Examples: `copyreg.pickle(Odd, reduce)`, `numbers.Number.register(Money)`, a function under a library's
-`singledispatch`, a constructor of YAML, a file system of fsspec, a node of torch's pytrees.
+`singledispatch`, a constructor of YAML, a file system of fsspec, a node of torch's pytrees, a resolver of OmegaConf, an
+environment of gymnasium, an extension type of pandas, a model of transformers.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from .patches import PLAIN, classes
 from .refusals import Refusals
 
 _CONTAINERS = frozenset([dict, list, set, collections.OrderedDict, collections.defaultdict])
-#: Packages whose containers have their own way, or are of the notebook's machinery.
-_NEVER = {"IPython", "ipykernel", "traitlets", "warnings", "cloudpickle", __name__.partition(".")[0]}
+#: Packages whose containers have their own way, are of the notebook's machinery, or hold what runs in this process.
+_NEVER = {"IPython", "ipykernel", "ipywidgets", "comm", "traitlets", "zmq", "tornado", __name__.partition(".")[0]}
+_NEVER |= {"warnings", "logging", "cloudpickle", "asyncio", "threading", "multiprocessing"}
 #: Code that may put something into a registry.
-_MAY_REGISTER = re.compile(r"regist|\badd_|_hook\b|copyreg|implements")
+_MAY_REGISTER = re.compile(
+    r"regist|\badd_|_hook\b|copyreg|implements|^\s*@(?!torch|functools|contextlib|dataclasses|abc|typing)\w+\.\w+\(",
+    re.MULTILINE,
+)
 _FUNCTION = re.compile(r"^ *(?:async )?def (\w+)", re.MULTILINE)
 _MISSING = object()
 
@@ -37,8 +42,8 @@ class Entry(NamedTuple):
 
     owner: type | types.ModuleType
     name: str
-    """The name of an attribute of the owner: a dict, list or set, or a function under `singledispatch`. Empty for an
-    abstract class, where `value` is the registered class."""
+    """The name of an attribute of the owner: a dict, list or set, or a function under `singledispatch`; "owner.items"
+    for one of an object. Empty for an abstract class, where `value` is the registered class."""
     key: Any
     """The key of the entry. None in a list and a set."""
     value: Any
@@ -66,10 +71,7 @@ class Registries:
         cannot be sent is named in one warning."""
         new = self._cells.take()
         if any(self._may_register(cell) for cell in new):
-            found: dict[tuple[int, ...], Entry] = {}
-            for entry in _search():
-                found.setdefault(_key(entry), entry)
-            self._found = [*found.values()]
+            self._found = list(_search())
         return self._refusals.without([entry for entry in self._found if _holds(entry)], Entry.place)
 
     def _may_register(self, cell: str) -> bool:
@@ -86,7 +88,7 @@ def enter(entry: Entry) -> Callable[[], object]:
         return lambda: None  # Python has no way back
     if is_a(entry.owner, type) and entry.name not in vars(entry.owner):  # as YAML copies a base's at the first entry
         setattr(entry.owner, entry.name, copy.copy(getattr(entry.owner, entry.name)))
-    registry = vars(entry.owner)[entry.name]
+    registry = _registry(entry)
     if isinstance(registry, types.FunctionType):
         registry.register(entry.key, entry.value)  # type: ignore[attr-defined]
         return lambda: None
@@ -103,16 +105,18 @@ def enter(entry: Entry) -> Callable[[], object]:
     return functools.partial(registry.__setitem__, entry.key, before)
 
 
-def _key(entry: Entry) -> tuple[int, ...]:
-    """Return an identity of an entry, which is the same if two modules have the same container."""
-    container = contents(entry.owner).get(entry.name, entry.owner)
-    return id(container), id(entry.key), id(entry.value)
+def _registry(entry: Entry) -> Any:
+    """Return the container of an entry, or the function under `singledispatch`. None if there is none any more."""
+    found: Any = entry.owner
+    for name in entry.name.split("."):
+        found = contents(found).get(name)
+    return found
 
 
 def _holds(entry: Entry) -> bool:
     if not entry.name:
         return True
-    registry: Any = contents(entry.owner).get(entry.name)
+    registry = _registry(entry)
     if type(registry) is types.FunctionType:
         registry = contents(registry).get("registry", {})
     if is_a(registry, (dict, types.MappingProxyType)):
@@ -122,32 +126,49 @@ def _holds(entry: Entry) -> bool:
 
 def _search() -> Iterator[Entry]:
     main, never = main_namespace(), _NEVER | NO_LIBRARIES
+    seen: set[int] = set()  # modules import each other's containers
     owners = [(name, module) for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)]
     for name, module in owners:
         if name.partition(".")[0] not in never:
-            yield from _of_owner(module, main)
+            yield from _of_owner(module, main, seen)
     for cls in classes():
         if text(cls, "__module__").partition(".")[0] not in never:
-            found = [*_of_owner(cls, main), *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
+            found = [*_of_owner(cls, main, seen), *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
             if found and importable(cls):  # which takes longer than the rest
                 yield from found
 
 
-def _of_owner(owner: Any, main: dict[str, Any]) -> Iterator[Entry]:
+def _of_owner(owner: Any, main: dict[str, Any], seen: set[int]) -> Iterator[Entry]:
+    in_module = is_a(owner, types.ModuleType)
     for name, found in list(contents(owner).items()):
-        if type(found) in _CONTAINERS:
-            for key, value in _items(found):
-                # Numbers are of handles: each process counts its own.
-                if type(key) is int or (type(value) in PLAIN and type(key) in PLAIN):
-                    continue
-                if _is_own(value, main) or _is_own(key, main):
-                    yield Entry(owner, name, key, value)
-        elif type(found) is types.FunctionType and is_a(owner, types.ModuleType):
-            registry = contents(found).get("registry")
+        kind = type(found)
+        if kind in PLAIN or id(found) in seen:
+            continue
+        if kind in _CONTAINERS:
+            seen.add(id(found))
+            yield from _of_container(owner, name, found, main)
+        elif kind is types.FunctionType:
+            registry = contents(found).get("registry") if in_module else None
             if type(registry) is types.MappingProxyType and "register" in contents(found):
+                seen.add(id(found))
                 for cls, fn in list(registry.items()):
                     if _is_of_notebook(cls, main) or _is_of_notebook(fn, main):
                         yield Entry(owner, name, cls, fn)
+        elif in_module and not issubclass(kind, (type, types.ModuleType)):
+            seen.add(id(found))
+            for inner, value in list(contents(found).items()):
+                if type(value) in _CONTAINERS:
+                    yield from _of_container(owner, f"{name}.{inner}", value, main)
+
+
+def _of_container(owner: Any, name: str, container: Any, main: dict[str, Any]) -> Iterator[Entry]:
+    for key, value in _items(container):
+        # Numbers are of handles: each process counts its own.
+        if type(key) is not int and (
+            (type(value) not in PLAIN and (_is_own(value, main) or (key is not None and _has_own(value, main))))
+            or (type(key) not in PLAIN and _is_own(key, main))
+        ):
+            yield Entry(owner, name, key, value)
 
 
 def _of_abstract(cls: Any, main: dict[str, Any]) -> Iterator[Entry]:
@@ -165,9 +186,31 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:
     """Return whether a value or key belongs to the notebook, or is a tuple that contains something of the notebook."""
-    if is_a(value, tuple):
+    if issubclass(type(value), tuple):
         return any(_is_of_notebook(part, main) for part in tuple.__iter__(value))
     return _is_of_notebook(value, main)
+
+
+def _has_own(value: Any, main: dict[str, Any]) -> bool:
+    """Return whether a value is a library's wrapper of something of the notebook: a function inside a function, or an
+    object with an attribute such as `entry_point`."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        held = [_inside(cell) for cell in value.__closure__ or ()]
+    elif kind is functools.partial:
+        held = [value.func, *value.args]
+    elif kind in _CONTAINERS or issubclass(kind, (type, types.ModuleType)):
+        return False
+    else:
+        held = list(contents(value).values())
+    return any(_is_of_notebook(one, main) for one in held)
+
+
+def _inside(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _is_of_notebook(value: Any, main: dict[str, Any]) -> bool:

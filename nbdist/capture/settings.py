@@ -15,6 +15,7 @@ The settings and their sources:
 | options that are not at their default | `pandas.get_option` |
 | parameters that are not at their default, except the backend's | `matplotlib.rcParams` |
 | options that are not at their default | `sklearn.get_config()`, `polars.Config` |
+| bars for methods of pandas | `tqdm.pandas(...)` |
 | default dtype and device, precisions, deterministic mode, grad mode, autocast, flags of kernels | `torch` |
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import locale
 import os
 import sys
@@ -168,6 +170,16 @@ def _sklearn(sklearn: Any) -> dict[str, Any]:
     return {name: value for name, value in sklearn.get_config().items() if defaults.get(name, _UNREAD) != value}
 
 
+def _tqdm(tqdm: Any) -> tuple[Any, ...]:
+    """Return the class and the options of the notebook's `tqdm.pandas(...)`; nothing if it has not been called."""
+    frame = sys.modules.get("pandas.core.frame")
+    given = None if frame is None else vars(frame.DataFrame).get("progress_apply")
+    if given is None:
+        return ()
+    inside = inspect.getclosurevars(given).nonlocals
+    return inside["cls"], inside["tqdm_kwargs"]
+
+
 #: The defaults of the options of polars that are not in the environment. polars keeps them in compiled code.
 _POLARS_DEFAULTS: dict[str, Any] = {
     "set_fmt_float": "mixed",
@@ -212,6 +224,7 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "matplotlib": ("matplotlib", _matplotlib),
     "sklearn": ("sklearn", _sklearn),
     "polars": ("polars", _polars),
+    "tqdm": ("tqdm", _tqdm),
     "torch": ("torch", torch_modes.read),
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import io
 import pickle
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -38,14 +40,31 @@ def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
     if isinstance(obj, torch.nn.Module):
         if isinstance(obj, torch.jit.ScriptModule):
             return _reduce_script(torch, obj, to_cpu)
-        return _reduce_wrapped(obj) if to_cpu else None
+        reduction = _reduce_wrapped(obj) if to_cpu else None
+        return reduction or _reduce_parametrized(obj)
     if type(obj) is torch.jit.ScriptFunction:
         return _reduce_script(torch, obj, to_cpu)
     if isinstance(obj, torch.utils.data.DataLoader) and contents(obj).get("_iterator") is not None:
         make, args, state, *rest = obj.__reduce_ex__(2)
         if type(state) is dict:  # the workers of its last epoch stay where they are
             return make, args, {**state, "_iterator": None}, *rest
+    tensorboard = sys.modules.get("torch.utils.tensorboard.writer")
+    if tensorboard is not None and isinstance(obj, tensorboard.SummaryWriter):
+        state = {**vars(obj), "file_writer": None, "all_writers": None}
+        return _made_of, (type(obj),), state, None, None, _set_writer
     return None
+
+
+def _set_writer(writer: Any, state: dict[str, Any]) -> None:
+    """Set the state of a `SummaryWriter` without open files. It opens an own one when it writes, and closes that when
+    nothing has the writer any more."""
+    vars(writer).update(state)
+    weakref.finalize(writer, _close_files, vars(writer))
+
+
+def _close_files(attributes: dict[str, Any]) -> None:
+    for file in (attributes["all_writers"] or {}).values():
+        file.close()
 
 
 def _reduce_wrapped(module: Any) -> Reduction | None:
@@ -95,6 +114,27 @@ def _made_of(cls: Any) -> Any:
 
 def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+# ---------------------------------------------------------------------------------------------- parametrizations
+
+
+def _reduce_parametrized(module: Any) -> Reduction | None:
+    """Return the reduction of a module with parametrized tensors (`weight_norm`, `spectral_norm`), for which torch has
+    derived a class that refuses to be pickled. None for another module."""
+    parametrize = sys.modules.get("torch.nn.utils.parametrize")
+    if parametrize is None or not parametrize.is_parametrized(module):
+        return None
+    return _make_parametrized, (type(module).__base__, tuple(module.parametrizations)), vars(module)
+
+
+def _make_parametrized(cls: Any, names: Iterable[str]) -> Any:
+    parametrize: Any = importlib.import_module("torch.nn.utils.parametrize")
+    module = cls.__new__(cls)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 # ---------------------------------------------------------------------------------------------------- TorchScript

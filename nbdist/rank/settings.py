@@ -23,7 +23,7 @@ from ..capture.settings import SURROUNDINGS, current, same, sklearn_defaults
 from ..devices import VISIBLE
 
 #: Empty while all is at its default: a library need not be imported for that.
-_OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars")
+_OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars", "tqdm")
 #: The default settings of a logger: level, disabled, propagate, handlers, filters.
 _PLAIN: tuple[int, bool, bool, list[Any], list[Any]] = (0, False, True, [], [])
 
@@ -195,6 +195,11 @@ class Settings:
         for name in {*value, *self._last.get("polars", ())}:
             getattr(config, name)(value.get(name))  # None: its default
 
+    def _tqdm(self, value: tuple[Any, ...]) -> None:
+        if value:
+            bar, options = value
+            bar.pandas(**options)
+
     def _python_modes(self, value: Any) -> None:
         python_modes.write(value, self._last.get("Python") or python_modes.read(sys))
 
@@ -220,6 +225,7 @@ class Settings:
         "matplotlib": _matplotlib,
         "sklearn": _sklearn,
         "polars": _polars,
+        "tqdm": _tqdm,
         "torch": _torch_modes,
     }
 

@@ -92,6 +92,13 @@ def check_gpu(device: torch.device) -> None:
         ) from error
 
 
+def has_grid_shard() -> bool:
+    """Return whether TorchRec has the strategy grid_shard. TorchRec 1.0, for torch 2.5, does not. TorchRec must be
+    installed.
+    """
+    return importlib.util.find_spec("torchrec.distributed.sharding.grid_sharding") is not None
+
+
 @functools.cache
 def pools_sequences() -> bool:
     """Return whether FBGEMM returns sums of rows on CPUs where the row of each id is asked for, found by a look-up of

@@ -927,3 +927,256 @@ def squares():
 
 
 assert in_ddp(1, squares) == ([one * one for one in range(8)], 8)
+
+# %% A type and an accessor of pandas that a cell registers
+# happens: Ranks have both, by name, too; a frame with a column of the type comes back.
+# reported: joblib/joblib#1163, modin-project/modin#7281
+import numpy as np
+import pandas as pd
+from pandas.api import extensions
+
+
+@extensions.register_extension_dtype
+class MoneyType(extensions.ExtensionDtype):
+    name, type = "money", float
+
+    @classmethod
+    def construct_array_type(cls):
+        return Money
+
+
+class Money(extensions.ExtensionArray):
+    dtype, nbytes = MoneyType(), 0
+
+    def __init__(self, values):
+        self.values = np.asarray(values, float)
+
+    @classmethod
+    def _from_sequence(cls, values, *, dtype=None, copy=False):
+        return cls(values)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        found = self.values[index]
+        return found if np.isscalar(found) else Money(found)
+
+    def copy(self):
+        return Money(self.values.copy())
+
+
+@extensions.register_series_accessor("account")
+class Account:
+    def __init__(self, series):
+        self.total = series.array.values.sum()
+
+
+def booked():
+    return pd.DataFrame({"paid": pd.Series([1.0, 2.0]).astype("money")})
+
+
+assert in_ddp(1, lambda: booked()["paid"].account.total) == 3
+assert type(in_ddp(1, booked)["paid"].array) is Money
+
+# %% A class or function in a registry of a library that is an object, or that wraps what it is given
+# happens: It is registered in the rank.
+# reported: ray-project/ray#4591, facebookresearch/mmf#370, open-mmlab/mmdetection#10576
+import functools
+import os
+import sys
+
+os.makedirs("libraries/site-packages")
+with open("libraries/site-packages/registering.py", "w") as file:
+    file.write(
+        """import functools
+from types import SimpleNamespace
+
+class Registry:
+    def __init__(self):
+        self._items = {}
+
+    def register(self, item):
+        self._items[item.__name__] = item
+        return item
+
+models, environments, resolvers = Registry(), {}, {}
+
+def register_environment(name, entry_point):
+    environments[name] = SimpleNamespace(entry_point=entry_point)
+
+def register_resolver(name, fn):
+    resolvers[name] = lambda *args: fn(*args)
+    resolvers["partial", name] = functools.partial(fn, 1)
+"""
+    )
+sys.path.append(os.path.abspath("libraries/site-packages"))
+import registering
+
+
+@registering.models.register
+class Model:
+    depth = 3
+
+
+registering.register_environment("walk", Model)
+registering.register_resolver("next", lambda number: number + 1)
+
+
+def found():
+    by_object = registering.models._items["Model"].depth
+    by_entry = registering.environments["walk"].entry_point.depth
+    return by_object, by_entry, registering.resolvers["next"](1), registering.resolvers["partial", "next"]()
+
+
+try:
+    assert in_ddp(1, found) == found() == (3, 3, 2, 2)
+finally:
+    sys.path.pop()
+
+# %% A model with weight_norm, spectral_norm or a parametrization of one's own
+# happens: It arrives, and comes back, with its parametrizations, which torch itself does not pickle.
+# reported: ray-project/ray#23894, pytorch/pytorch#102983
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+normed = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), parametrizations.spectral_norm(nn.Linear(3, 3)))
+normed.append(parametrize.register_parametrization(nn.Linear(3, 3), "weight", Symmetric())).eval()
+rows = torch.ones(2, 3)
+
+
+def train():
+    optimizer = torch.optim.SGD(normed.parameters(), lr=0.1)
+    before = normed(rows)
+    before.sum().backward()
+    optimizer.step()
+    return before.detach(), normed, normed(rows).detach()
+
+
+expected = normed(rows).detach()
+before, back, after = in_ddp(1, train)
+torch.testing.assert_close((before, back(rows).detach()), (expected, after))
+assert all(parametrize.is_parametrized(layer, "weight") for layer in back)
+assert torch.equal(back[2].weight, back[2].weight.T) and not torch.equal(after, before)
+
+# %% A decorator that a function under `contextlib.contextmanager` makes
+# happens: The decorated function arrives, and each of its calls is in a context of its own.
+# reported: cloudpipe/cloudpickle#509
+import contextlib
+
+entered = []
+
+
+@contextlib.contextmanager
+def timed(name):
+    entered.append(name)
+    yield
+
+
+@timed("step")
+def step():
+    return list(entered)
+
+
+step()
+assert in_ddp(1, lambda: (step(), step())[1]) == ["step"] * 3
+
+# %% `tqdm.pandas()` in an earlier cell
+# happens: Ranks have `progress_apply`, with the options of the notebook.
+# reported: awarebayes/RecNN#13
+import pandas as pd
+from tqdm import tqdm
+
+tqdm.pandas(desc="squares", leave=False)
+assert in_ddp(1, lambda: int(pd.Series(range(5)).progress_apply(lambda x: x * x).sum())) == 30
+
+# %% A log file that is open to append
+# happens: A rank opens it, too, and what it writes is appended. So do loggers that hold such a file, as loguru's.
+# reported: Delgan/loguru#831, Delgan/loguru#498
+log = open("appended.log", "a", encoding="latin-1")  # noqa: SIM115
+log.write("é notebook\n")
+
+
+class Loss:
+    def __init__(self):
+        self.file = open("losses", "ab")  # noqa: SIM115
+
+
+loss = Loss()
+
+
+def write():
+    loss.file.write(b"0.5")
+    return log.write("é rank\n")
+
+
+with log, loss.file, Session(1) as session:
+    assert in_ddp(1, write) == session.run(write) == 7
+with open("appended.log", encoding="latin-1") as file, open("losses") as losses:
+    assert (file.read(), losses.read()) == ("é notebook\n" + 2 * "é rank\n", "0.50.5")
+
+# %% Generic classes, protocols and typed dictionaries of a cell
+# happens: They arrive with their attributes, and come back as the notebook's classes.
+# reported: cloudpipe/cloudpickle#463, python/cpython#129250
+from typing import Generic, NewType, Protocol, TypedDict, TypeVar, runtime_checkable
+
+T = TypeVar("T")
+Identity = NewType("Identity", int)
+
+
+class Base(Generic[T]):
+    kind = "base"
+
+    @property
+    def twice(self):
+        return 2 * self.value
+
+
+class Child(Base[T]):
+    def __init__(self, value: T):
+        self.value = value
+
+
+@runtime_checkable
+class Doubled(Protocol):
+    twice: int
+
+
+class Line(TypedDict):
+    user: Identity
+
+
+child = Child[int](5)
+
+
+def typed():
+    return child.kind, child.twice, isinstance(child, Doubled), Line(user=Identity(4)), child.__orig_class__
+
+
+assert in_ddp(1, typed) == ("base", 10, True, {"user": 4}, Child[int])
+assert isinstance(in_ddp(1, lambda: Child(7)), Child)
+
+# %% `torch.serialization.add_safe_globals` in an earlier cell
+# happens: It holds in ranks; one that only loads the file needs `need="Options"`.
+# reported: e3nn/e3nn#519, pytorch/pytorch#146886
+import torch
+
+
+class Options:
+    rate = 0.5
+
+
+torch.serialization.add_safe_globals([Options])
+torch.save({"options": Options()}, "options.pt")
+try:
+    loaded = in_ddp(1, lambda: torch.load("options.pt", weights_only=True)["options"], need="Options")
+    assert type(loaded) is Options
+finally:
+    torch.serialization.clear_safe_globals()

@@ -145,12 +145,71 @@ ELSEWHERE = [
         "It holds in ranks. The connections between notebook and ranks have no timeout.",
         "lijiejie/BBScan#13",
     ),
+    (
+        "kernel/cells/front_ends.py",
+        "nbconvert",
+        "`jupyter nbconvert --execute` of a notebook with calls",
+        "Prints, plots and values are in the notebook that is written, and an exception has its own type.",
+        "",
+    ),
+]
+
+#: What was tried by hand, with packages that the tests do without: what people do, what happens, the reports.
+BY_HAND = [
+    (
+        "A resolver of OmegaConf 2.4.0 that a cell registers",
+        "It is registered in ranks. Sessions follow `replace=True` and `clear_resolver` from the next cell on.",
+        "hydra-ecosystem/hydra#861, facebookresearch/mmf#370",
+    ),
+    (
+        "`gymnasium.register` (1.4.0) with a class of the notebook",
+        "The environment is registered in ranks.",
+        "ray-project/ray#4591",
+    ),
+    (
+        "`AutoConfig.register` and `AutoModel.register` of transformers 5.24.0, a `Registry` of fvcore 0.1.5",
+        "The classes are registered in ranks, and models come back.",
+        "open-mmlab/mmcv#2975, aim-uofa/AdelaiDet#186",
+    ),
+    (
+        "The logger of loguru 0.7.3, with a file, of an earlier cell",
+        "What ranks log is in the cell, and at the end of the file.",
+        "Delgan/loguru#831, Delgan/loguru#498",
+    ),
+    (
+        "A `SummaryWriter` (tensorboard 2.21.0) of an earlier cell, used in ranks",
+        "A rank that writes has its own file of events in the same folder. It is complete when the call has ended.",
+        "facebookresearch/moco#35",
+    ),
+    (
+        "mlflow-skinny 3.17.2: a tracking URI, an experiment, a run and autolog of an earlier cell",
+        "URI and experiment hold in ranks. `mlflow.start_run(run_id=...)` goes on with the notebook's run there. "
+        "Autolog does not hold: call it in the function.",
+        "mlflow/mlflow#5817, mlflow/mlflow#4696, ludwig-ai/ludwig#1768",
+    ),
+    (
+        "A component of a cell (`@Language.component`) in a pipeline of spaCy 3.8",
+        "The pipeline arrives, with the component. A pipeline that a rank makes does not find it: register it there.",
+        "",
+    ),
+    (
+        "A file of h5py 3.16.0 or a connection of duckdb 2.0.1 as a global",
+        "It is refused by name: open it in the function.",
+        "",
+    ),
 ]
 
 
 def _links(reports: str) -> str:
     """References such as `owner/name#5` as links."""
     return re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", reports)
+
+
+_HEAD = ("| what people do | what happens | reported, for other projects |", "|---|---|---|")
+
+
+def _table(rows: list[tuple[str, str, str]]) -> list[str]:
+    return [f"| {habit} | {happens} | {_links(reported)} |" for habit, happens, reported in rows]
 
 
 def _said(text: str, what: str) -> str:
@@ -178,9 +237,14 @@ def page() -> str:
         "After this page you know what happens when you do what others have done in their notebooks. The rows are from "
         "public reports of other projects, and each is a test. `python tests/docs/habits.py` makes this page.",
         "",
-        "| what people do | what happens | reported, for other projects |",
-        "|---|---|---|",
-        *(f"| {habit} | {happens} | {_links(reported)} |" for habit, happens, reported in rows),
+        *_HEAD,
+        *_table(rows),
+        "",
+        "Tried by hand, on 2026-11-28 in a kernel (Python 3.11, torch 2.13.0, CPUs), with packages that the tests do "
+        "without:",
+        "",
+        *_HEAD,
+        *_table(BY_HAND),
     ]
     return "\n".join(lines) + "\n"
 

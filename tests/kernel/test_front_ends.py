@@ -178,3 +178,28 @@ def test_ranks_start_while_the_debugger_of_the_page_is_on(kernel: Kernel) -> Non
     kernel.ok("import sys\nfrom nbdist import Session, in_ddp, parallel_map")
     attach_debugger(kernel)
     kernel.ok(CELLS["the debugger is on"])
+
+
+# ------------------------------------------------------------------------------------------------------- nbconvert
+
+
+@pytest.mark.long("other front ends")
+@needs("nbconvert", "nbformat")
+def test_a_notebook_that_nbconvert_executes(tmp_path: Path) -> None:
+    import nbformat
+    from nbformat import v4
+
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(code) for code in CELLS["nbconvert"].split("# ---\n")])
+    nbformat.write(notebook, tmp_path / "given.ipynb")
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--allow-errors"]
+    subprocess.run(
+        [*command, "given.ipynb", "--output", "done.ipynb"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        check=True,
+    )
+    trained, drawn, failed = nbformat.read(tmp_path / "done.ipynb", 4).cells
+    assert [one["text"] for one in trained.outputs if one.output_type == "stream"] == ["rank 0\n"]
+    assert trained.outputs[-1]["data"]["text/plain"] == "5"
+    assert "image/png" in drawn.outputs[0]["data"]
+    assert (failed.outputs[-1]["ename"], failed.outputs[-1]["evalue"]) == ("ZeroDivisionError", "division by zero")

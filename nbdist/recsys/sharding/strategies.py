@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..versions import pools_sequences
+from ..versions import has_grid_shard, pools_sequences
 from .optimizers import EVERYWHERE
 
 T = TypeVar("T")
@@ -116,7 +115,7 @@ def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int
             "on CPUs, the FBGEMM of this torch sums rows that an EmbeddingCollection needs one by one: take torch 2.8 "
             "or newer, with the TorchRec that goes with it, or data_parallel, or replicate(model, optimizer)"
         )
-    if strategy == "grid_shard" and importlib.util.find_spec("torchrec.distributed.sharding.grid_sharding") is None:
+    if strategy == "grid_shard" and not has_grid_shard():
         return "TorchRec 1.0 does not have it: take torch 2.6 or newer, with the TorchRec that goes with it"
     if strategy == "data_parallel":
         some = ", ".join(EVERYWHERE)

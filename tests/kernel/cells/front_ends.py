@@ -136,3 +136,28 @@ with Session(2) as session:
     session.restart()
     assert session.run_all(traced) == [False, False]
 assert parallel_map(lambda x: (x, traced()), [1, 2], workers=2, progress=False) == [(1, False), (2, False)]
+
+# %% nbconvert
+import torch.distributed as dist
+
+from nbdist import in_ddp
+
+
+def train():
+    print("rank", dist.get_rank())
+    return 5
+
+
+in_ddp(2, train)
+# ---
+import matplotlib.pyplot as plt
+
+
+def draw():
+    plt.plot([1, 2])
+    plt.show()
+
+
+in_ddp(2, draw)
+# ---
+in_ddp(2, lambda: 1 / 0)

@@ -33,7 +33,8 @@ from torchrec.distributed.planner import Topology
 from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session
-from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, bandwidth, equal_steps, planning, shard
+from nbdist.recsys.sharding import STRATEGIES as ALL_STRATEGIES
+from nbdist.recsys.sharding import Plan, Sharded, bandwidth, equal_steps, planning, shard
 from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
 from nbdist.recsys.sharding.plan import Shard as PlanShard
 from nbdist.recsys.sharding.sharded import kernels
@@ -41,6 +42,7 @@ from nbdist.recsys.sharding.strategies import Table, refusal
 from nbdist.recsys.versions import (
     check_gpu,
     check_torchrec,
+    has_grid_shard,
     matching,
     pair_for_this_torch,
     pools_sequences,
@@ -49,10 +51,12 @@ from nbdist.recsys.versions import (
 from nbdist.shm.process_group import shared_group
 from nbdist.system.huge_pages import gather
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_grid_shard_is_there")]
+pytestmark = pytest.mark.slow
 
 WARM = "import torchrec.distributed"
 NUMBERS = (2, 4)
+#: Those that the TorchRec of this torch has.
+STRATEGIES = [one for one in ALL_STRATEGIES if one != "grid_shard" or has_grid_shard()]
 FOUR, MORE = pytest.mark.long("more on four ranks"), pytest.mark.long("more strategies")
 #: One strategy of each kind: by rows, by columns, by both, copied. The others are long.
 SOME_STRATEGIES = [
@@ -61,10 +65,10 @@ SOME_STRATEGIES = [
     else pytest.param(strategy, marks=MORE)
     for strategy in STRATEGIES
 ]
-ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
+ROW_STRATEGIES = tuple(one for one in STRATEGIES if one in ("row_wise", "table_row_wise", "grid_shard"))
 COLUMN_STRATEGIES = ("column_wise", "table_column_wise", "grid_shard")
 SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-OTHERS = ("table_row_wise", "table_column_wise", "grid_shard")
+OTHERS = tuple(one for one in STRATEGIES if one not in SEQUENCE_STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,8 @@ def test_the_other_optimizers(sessions: Sessions, optimizer: str, strategy: str,
 WAITING = [
     *((strategy, "adam") for strategy in SEQUENCE_STRATEGIES),
     *(pytest.param(one, "adam", marks=MORE) for one in OTHERS),
-    *(("row_wise", "sgd"), ("data_parallel", "adagrad"), ("table_wise", "adagrad"), ("grid_shard", "rowwise_adagrad")),
+    *(("row_wise", "sgd"), ("data_parallel", "adagrad"), ("table_wise", "adagrad")),
+    *((one, "rowwise_adagrad") for one in OTHERS if one == "grid_shard"),
 ]
 
 
@@ -439,6 +444,10 @@ PLANS = {
     "grid_shard": {"seen": "table_wise", "*": "grid_shard"},
     "data_parallel": {"*": "data_parallel"},
 }
+PLANS = {name: PLANS[name] for name in STRATEGIES}
+if pools_sequences():  # on CPUs, the FBGEMM of torch 2.5 and 2.6 has sequences in copies only
+    SPLIT = {**SPLIT, "seen": "data_parallel"}
+    PLANS = {name: {**strategies, "seen": "data_parallel"} for name, strategies in PLANS.items()}
 
 
 def initial(strategies: dict[str, str]) -> tuple[nn.Module | None, list[float]]:
@@ -626,7 +635,10 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
             {"strategies": {"table_1": "column_wise"}, "case": Case(columns=36)},
             r"table 'table_1' cannot be column_wise on 4 ranks: 36 columns in 4 parts: .* multiple of 16",
         ),
-        ({"strategies": {"*": "grid_shard"}, "case": Case(columns=4)}, r"'table_0' cannot be grid_shard .* 2 parts"),
+        (
+            {"strategies": {"*": "grid_shard"}, "case": Case(columns=4)},
+            rf"'table_0' cannot be grid_shard .* {'2 parts' if has_grid_shard() else 'take torch 2.6 or newer'}",
+        ),
         ({"case": Case(columns=6), "strategies": {"*": "row_wise"}}, r"'table_0' cannot be row_wise .* 6 columns"),
         (
             {"case": Case(rows=(5,)), "strategies": {"*": "row_wise"}},
@@ -668,6 +680,15 @@ def test_sequences_are_refused_where_fbgemm_sums_their_rows(monkeypatch: pytest.
         why = refusal(strategy, table, "sgd", 2, 2, "cpu")
         assert not refusal(strategy, table, "sgd", 2, 2, "cuda")
         assert bool(why) == (strategy != "data_parallel") and ("take torch 2.8 or newer" in why) == bool(why)
+
+
+def test_a_grid_is_refused_where_torchrec_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_grid_shard() == (tuple(map(int, torch.__version__.split(".")[:2])) > (2, 5))
+    config = EmbeddingBagConfig(name="seen", num_embeddings=30, embedding_dim=16, feature_names=["seen"])
+    table = Table("seen", "seen", config, torch.zeros(30, 16), pooled=True)
+    monkeypatch.setattr("nbdist.recsys.sharding.strategies.has_grid_shard", lambda: False)
+    why = {one: refusal(one, table, "sgd", 2, 2, "cpu") for one in ALL_STRATEGIES}
+    assert [one for one in why if why[one]] == ["grid_shard"] and "take torch 2.6 or newer" in why["grid_shard"]
 
 
 def test_shard_is_refused_outside_a_rank() -> None:
@@ -862,8 +883,8 @@ def test_works_again_after_a_rank_has_failed() -> None:
     with Session(2) as session:
         with pytest.raises(ZeroDivisionError):
             session.run(fail)
-        assert_same(session, Case("table_row_wise", steps=2))
-        assert_same(session, Case("grid_shard", steps=2))
+        for strategy in OTHERS:
+            assert_same(session, Case(strategy, steps=2))
 
 
 PLAN = Plan(
