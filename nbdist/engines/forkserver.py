@@ -7,7 +7,6 @@ import importlib.machinery
 import itertools
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -25,6 +24,7 @@ from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
 from ..system.processes import own_pidfd, redirect_to_devnull, register_after_fork
+from ..system.scratch import new_name
 from ..system.search_path import search_path
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
@@ -170,7 +170,7 @@ class ForkServer:
 def _name_scratch() -> str:
     """Return a name for the folder in which ranks keep their sockets, short enough for socket paths; "" if there is
     none."""
-    name = f"nbdist-{secrets.token_hex(8)}"
+    name = new_name()
     for folder in (tempfile.gettempdir(), "/tmp"):
         path = os.path.join(folder, name)
         if len(os.fsencode(path)) <= _LONGEST and os.access(folder, os.W_OK):
