@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import zlib
 
 #: A temporary folder may be on a file system that other machines use, too, and on which locks hold for one machine.
-_PREFIX = f"nbdist-{zlib.crc32(os.uname().nodename.encode()):08x}"
-_UNHELD = "~"
+_MACHINE = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
+_NAME = re.compile(rf"nbdist-(output-)?{_MACHINE}[0-9a-f]{{8}}")
 
 
-def new_name() -> str:
-    """Return a new name for a folder: 23 characters."""
-    return _PREFIX + secrets.token_hex(4)
+def new_name(kind: str = "") -> str:
+    """Return a new name for a folder of a kind: "" or "output-"."""
+    return f"nbdist-{kind}{_MACHINE}{secrets.token_hex(4)}"
 
 
 def make_held(folder: str) -> int:
@@ -28,7 +29,7 @@ def make_held(folder: str) -> int:
 
     Raises `OSError`, such as `FileExistsError`.
     """
-    unheld = folder + _UNHELD  # another process may look for abandoned folders right now
+    unheld = folder + "~"  # another process may look for abandoned folders right now
     os.mkdir(unheld, 0o700)
     held = -1
     try:
@@ -48,7 +49,7 @@ def remove_abandoned(place: str) -> None:
     """Remove this user's folders in `place` that no process of this machine holds any more."""
     with contextlib.suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
-            if entry.name.startswith(_PREFIX) and not entry.name.endswith(_UNHELD):
+            if _NAME.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # a process holds it, or removes it, or there are no locks
                     _remove_if_abandoned(entry.path)
 

@@ -38,8 +38,9 @@ def kill(pid: int, pipe: int) -> None:
     os.close(pipe)
 
 
-def test_a_folder_is_removed_once_all_that_hold_it_are_killed(tmp_path: Path) -> None:
-    folder = tmp_path / scratch.new_name()
+@pytest.mark.parametrize("kind", ["", "output-"])
+def test_a_folder_is_removed_once_all_that_hold_it_are_killed(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / scratch.new_name(kind)
     children: list[tuple[int, int]] = []
 
     def server() -> None:
@@ -64,7 +65,7 @@ def test_a_folder_is_removed_once_all_that_hold_it_are_killed(tmp_path: Path) ->
 
 def test_others_folders_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other programs, those that are being made, and those of other machines, whose locks do not hold here."""
-    for name in ("nbdist-mine", f"{scratch.new_name()}~", "nbdist-0000000012345678"):
+    for name in ("nbdist-mine", f"{scratch.new_name()}~", "nbdist-output-0000000012345678"):
         (tmp_path / name).mkdir()
     (tmp_path / scratch.new_name()).symlink_to(tmp_path / "nbdist-mine")
     (tmp_path / scratch.new_name()).touch()

@@ -155,7 +155,7 @@ def _new_file() -> IO[str]:
     """Create a file that is removed when this process ends in any way. Raises `OSError`."""
     global _folder
     if _folder[0] != os.getpid() or not os.path.isdir(_folder[1]):
-        _folder = os.getpid(), os.path.join(tempfile.gettempdir(), new_name())
+        _folder = os.getpid(), os.path.join(tempfile.gettempdir(), new_name("output-"))
         make_held(_folder[1])
         atexit.register(_remove, *_folder)
         remove_if_killed(_folder[1])
