@@ -28,6 +28,7 @@ from ..system.scratch import new_name
 from ..system.search_path import search_path
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
+from .prerequisites import check_proc
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class ForkServer:
     """
 
     def __init__(self, variables: Variables) -> None:
+        check_proc()
         self._asked: set[str] = set()
         self.importing: Sequence[str] = ()
         """The modules that were requested, and may not be imported yet."""
