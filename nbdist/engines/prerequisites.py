@@ -1,4 +1,4 @@
-"""What ranks need of the system, checked before they start: the errors of ranks would not say it."""
+"""Checks of the system before ranks start: the errors of ranks would not name the cause."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def short_path() -> Iterator[Path]:
 def test_the_folder_of_ranks_that_were_killed_with_their_server_is_removed(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when all processes of a user are killed: nothing that runs knows of the folder."""
+    """All processes of a user may be killed at once: then nothing that runs knows of the folder."""
     with script(CELLS["ranks that wait"], short_path) as kernel:
         assert kernel.stdout and kernel.stdout.readline() == "started\n"
         killed = psutil.Process(kernel.pid).children(recursive=True)

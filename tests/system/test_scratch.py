@@ -64,7 +64,7 @@ def test_a_folder_is_removed_once_all_that_hold_it_are_killed(tmp_path: Path, ki
 
 
 def test_others_folders_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other programs, those that are being made, and those of other machines, whose locks do not hold here."""
+    """The folders of other programs and machines stay, and a folder that is being made."""
     for name in ("nbdist-mine", f"{scratch.new_name()}~", "nbdist-output-0000000012345678"):
         (tmp_path / name).mkdir()
     (tmp_path / scratch.new_name()).symlink_to(tmp_path / "nbdist-mine")
