@@ -7,7 +7,6 @@ import importlib.machinery
 import itertools
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -25,9 +24,11 @@ from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
 from ..system.processes import own_pidfd, redirect_to_devnull, register_after_fork
+from ..system.scratch import new_name
 from ..system.search_path import search_path
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
+from .prerequisites import check_proc
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class ForkServer:
     """
 
     def __init__(self, variables: Variables) -> None:
+        check_proc()
         self._asked: set[str] = set()
         self.importing: Sequence[str] = ()
         """The modules that were requested, and may not be imported yet."""
@@ -170,7 +172,7 @@ class ForkServer:
 def _name_scratch() -> str:
     """Return a name for the folder in which ranks keep their sockets, short enough for socket paths; "" if there is
     none."""
-    name = f"nbdist-{secrets.token_hex(8)}"
+    name = new_name()
     for folder in (tempfile.gettempdir(), "/tmp"):
         path = os.path.join(folder, name)
         if len(os.fsencode(path)) <= _LONGEST and os.access(folder, os.W_OK):

@@ -35,6 +35,7 @@ from .descriptors import make_room, open_descriptors
 from .forkserver import ForkServer, Variables, read_at_import, with_server
 from .listening import Listener, drain
 from .origin import Origin
+from .prerequisites import check_loopback
 from .watching import Watch
 
 _shown: set[tuple[str, str]] = set()
@@ -63,6 +64,7 @@ class LocalEngine:
         self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None
     ) -> LocalRanks:
         """Start ranks. `least` has no effect: the resources of this machine do not change between starts."""
+        check_loopback()
         self._warn_of_interfaces(notice)
 
         def start(server: ForkServer) -> LocalRanks:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable
 from typing import NoReturn
 
+from ..system.scratch import make_held
 from ..wire import stacks
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF, RankDescriptors
@@ -88,7 +89,8 @@ def _keep_sockets_in(folder: str) -> None:
     """Keep the sockets of multiprocessing, for loader workers for example, in this folder: killed processes would leave
     them in /tmp."""
     with contextlib.suppress(OSError):  # a full disk
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.dirname(folder), 0o700)  # a system may empty /tmp now and then
+        if not os.path.isdir(parent := os.path.dirname(folder)):  # a system may empty /tmp now and then
+            with contextlib.suppress(OSError):  # another rank makes it right now
+                make_held(parent)
         os.mkdir(folder, 0o700)
         vars(multiprocessing.current_process())["_config"]["tempdir"] = folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 #: Where each library finds the size of its pool, by threadpoolctl's names of those whose pool can be changed later. The
@@ -40,6 +41,12 @@ def variables(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **names}
 
 
+def number(environ: Mapping[str, str], variable: str, default: int) -> int:
+    """Return the number of threads in a variable; the default if it has none that libraries use: they ignore 0, too."""
+    asked = environ.get(variable, "").partition(",")[0]  # a list has one number for each nesting level
+    return int(asked) if asked.isdigit() and int(asked) else default
+
+
 def resize_pools(threads: int) -> None:
     """Resize the thread pools of the loaded libraries to the number in the environment, otherwise to `threads`.
 
@@ -47,8 +54,6 @@ def resize_pools(threads: int) -> None:
     """
     compiler: Any = sys.modules.get("torch._inductor.config")  # has read its variable where it is loaded
     if compiler is not None:
-        asked = os.environ.get(_COMPILING, "")
-        compiler.compile_threads = int(asked) if asked.isdigit() else threads
+        compiler.compile_threads = number(os.environ, _COMPILING, threads)
     for pool in _pools:
-        asked = os.environ.get(_VARIABLES.get(pool.internal_api, ""), "")
-        pool.set_num_threads(int(asked) if asked.isdigit() else threads)
+        pool.set_num_threads(number(os.environ, _VARIABLES.get(pool.internal_api, ""), threads))

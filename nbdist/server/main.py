@@ -9,6 +9,7 @@ import socket
 
 from ..rank import shell
 from ..rank.main import prctl
+from ..system.scratch import remove_abandoned
 from .memory import inflate_object_count
 from .orphans import end_all
 from .server import Server
@@ -20,8 +21,8 @@ def main(fd: str, kind: str, kernel: str, scratch: str, state: str = "") -> None
     """Serve on the socket whose descriptor is `fd`, for a "notebook" or a "script".
 
     `kernel` is a descriptor that reports the end of the process for which the server works. `scratch` names a folder
-    for files of the ranks' processes, which exists while there are ranks. If this server replaces another one, `state`
-    is the state of that server.
+    for files of the ranks' processes, which exists while there are ranks; "": there is none. If this server replaces
+    another one, `state` is the state of that server.
     """
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
@@ -34,6 +35,7 @@ def main(fd: str, kind: str, kernel: str, scratch: str, state: str = "") -> None
     if kind == "notebook":
         shell.make()
     server = Server(control, kind, int(kernel), scratch)
+    remove_abandoned(os.path.dirname(scratch))
     try:
         if state:
             server.restore(state)

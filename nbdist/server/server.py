@@ -29,6 +29,7 @@ from ..rank.settings import note_inherited
 from ..rank.threads import find_pools
 from ..system.huge_pages import gather
 from ..system.interpreter import command
+from ..system.scratch import make_held
 from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
 from .importing import find_crash, ignore_break_off, watched
@@ -67,7 +68,7 @@ class Server:
         self._preloaded = Preloaded()
         self._idle = IDLE
         self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nothing else removes them
-        self._scratch, self._scratch_made = scratch, False
+        self._scratch, self._held = scratch, -1  # the descriptor that holds this folder; -1: it is not made
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
     def serve(self) -> None:
@@ -169,18 +170,21 @@ class Server:
 
     def _make_scratch(self) -> str:
         """Make the folder for the ranks' folders. Return an empty string if that fails; ranks start anyway."""
-        if not self._scratch_made:
+        if self._held < 0:
             with contextlib.suppress(OSError):  # a full disk; or somebody else's has this name
-                os.mkdir(self._scratch, 0o700)
-                self._scratch_made = True
-        return self._scratch if self._scratch_made else ""
+                self._held = make_held(self._scratch)
+        return self._scratch if self._held >= 0 else ""
 
     def _remove_scratch(self, rank: str = "") -> None:
         """Remove the folder of a rank that has ended. After the last rank, remove the folder of all ranks."""
-        if self._scratch_made:
-            self._scratch_made = bool(self._ranks and rank)
-            folder = os.path.join(self._scratch, rank) if self._scratch_made else self._scratch
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._held < 0:
+            return
+        if self._ranks and rank:
+            shutil.rmtree(os.path.join(self._scratch, rank), ignore_errors=True)
+        else:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            os.close(self._held)
+            self._held = -1
 
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for later ranks. If one of them makes this process unusable, a fresh one replaces it."""
@@ -215,11 +219,12 @@ class Server:
     def _restart(self, modules: list[str]) -> None:
         """Replace this process by a fresh server with the same children: the effects of an import cannot be undone."""
         launches = {number: (launch.report, launch.left) for number, launch in self._launches.items()}
-        for fd in (self._control.fileno(), self._kernel, *(report for report, _ in launches.values())):
+        inherited = self._control.fileno(), self._kernel, self._held, *(report for report, _ in launches.values())
+        for fd in inherited:
             if fd >= 0:
                 os.set_inheritable(fd, True)
         refused = self._preloaded.refused
-        own = self._folders, self._scratch_made
+        own = self._folders, self._held
         state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, *own])
         arguments = str(self._control.fileno()), self._kind, str(self._kernel), self._scratch, state
         os.execv(sys.executable, command("nbdist.server.main", *arguments))
@@ -227,11 +232,12 @@ class Server:
     def restore(self, state: str) -> None:
         """Continue with the state of the server before `_restart`."""
         ranks, launches, modules, self._preloaded.refused, path, self._idle, *own = json.loads(state)
-        self._folders, self._scratch_made = own
+        self._folders, self._held = own
         self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
         self._launches = {int(number): Launch(*launch) for number, launch in launches.items()}
-        for launch in self._launches.values():
-            os.set_inheritable(launch.report, False)
+        for fd in (self._held, *(launch.report for launch in self._launches.values())):
+            if fd >= 0:
+                os.set_inheritable(fd, False)
         self.preload(modules, path)
 
     def _launch(self, number: int, size: int, report: int) -> None:

@@ -6,6 +6,7 @@ users are killed. Readers map it copy-on-write: writable, private, not copied.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -21,6 +22,15 @@ from .free_memory import refused
 _PIECE = 8 << 20  # bytes that one core compares as fast as several
 #: Bytes that are reserved at once: a signal undoes a reservation that it finds half done.
 _RESERVED = 16 << 20
+_SHARED = "/dev/shm"
+
+
+def unnamed_file(purpose: str) -> int:
+    """Return the descriptor of a new file without a name, in memory if possible; tools show its `purpose`."""
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux; or a sandbox refuses it
+        return os.memfd_create(purpose, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(dir=_SHARED if os.access(_SHARED, os.W_OK) else None) as file:
+        return os.dup(file.fileno())
 
 
 class Segment:
@@ -37,11 +47,7 @@ class Segment:
         Raises `MemoryError`, with `what` as the name of the content, if the system refuses. In a full container the
         system kills a process instead: call `free_memory.check_fits` before.
         """
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("nbdist", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = unnamed_file("nbdist")
         try:
             os.truncate(fd, size)
             _reserve(fd, size)

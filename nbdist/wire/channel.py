@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import select
@@ -32,7 +33,7 @@ def readable(fd: Any, seconds: float = 0.0) -> bool:
     """Return whether `fd` becomes readable, or is closed, within a number of seconds."""
     poll = select.poll()  # select.select knows only the first 1024 descriptors
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    return bool(poll.poll(None if seconds == math.inf else seconds * 1000))
 
 
 class Channel:

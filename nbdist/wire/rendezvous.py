@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..system.segments import unnamed_file
+
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 #: The variables that name the network interface of process groups, and of torch's remote procedure calls.
@@ -47,7 +49,7 @@ class Rendezvous:
     """
 
     def __init__(self, host: str | None = None) -> None:
-        self._file = os.memfd_create("nbdist-store", os.MFD_CLOEXEC) if _LINUX and host is None else -1
+        self._file = unnamed_file("nbdist-store") if _LINUX and host is None else -1
         self._sockets: list[socket.socket] = []  # of rank 0; the last one listens if the store is no file
         address = host or LOOPBACK
         if _LINUX:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nbdist.engines.ray.node import output
+from nbdist.engines.ray.node import agent, output
 from nbdist.engines.ray.node.output import Output, encoded
 from nbdist.wire.frames import MESSAGE, STDERR, STDOUT, FrameReader, frames
 
@@ -95,9 +101,65 @@ def test_a_node_stops_by_itself_at_the_number_of_lines_that_its_cell_shows() -> 
     assert node.notice() == [(1, STDOUT, "4\n5\n"), (0, STDOUT, "6\n")]
 
 
+def test_a_node_stops_by_itself_at_the_number_of_characters_that_its_cell_shows() -> None:
+    """Text without newlines is no reason to send all of it."""
+    node = Output(1)
+    node.begin(0, 1, True, 3)
+    assert taken(node, 0, b"x" * 1000) == [(0, STDOUT, "x" * 1000)]
+    assert taken(node, 0, b"y" * 1000) == [(0, STDOUT, "y" * 500)]
+    assert not taken(node, 0, b"z" * 1000)
+    assert node.notice() == [(0, STDOUT, "y" * 500), (0, STDOUT, "z" * 1000)]
+    node.begin(0, 2, True, None)
+    assert taken(node, 0, b"x" * 1_000_000) == [(0, STDOUT, "x" * 1_000_000)]
+
+
 def test_a_long_text_without_lines_is_left_out_but_for_its_end() -> None:
     node = Output(1)
     node.begin(0, 1, True, 0)
     assert not taken(node, 0, b"x" * 300_000 + b"\nend\n")
     (kind, text) = [(kind, what) for _, kind, what in node.notice()][-1]
     assert kind == STDOUT and text.endswith("x\nend\n")
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[agent.Agent, int]]:
+    """A node with one rank, and the pipe to which the rank writes. Without an event, an answer takes hours."""
+    (read, write), (exits, end), (ours, theirs) = os.pipe(), os.pipe(), socket.socketpair()
+    os.set_blocking(read, False)
+    silent, silent_end = os.pipe()
+    ranks = SimpleNamespace(outputs=[(read, silent)], pids=[1], channels=[ours], exits_fd=exits, exits=lambda: [])
+    engine = SimpleNamespace(start_workers=lambda count, modules: ranks)
+    monkeypatch.setattr(agent, "LocalEngine", lambda env: engine)
+    monkeypatch.setattr(agent, "for_notebook", lambda notebook: None)
+    one = agent.Agent(0, 1, [], False, {}, heartbeat=100_000.0, grouped=False)
+    yield one, write
+    one._listener.close()
+    for fd in (read, write, exits, end, silent, silent_end, one._woken, one._wake):
+        os.close(fd)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_output_that_is_not_sent_is_read_without_an_answer(shown: bool, node: tuple[agent.Agent, int]) -> None:
+    """A node waits for its heartbeat if it has nothing to send: until then, ranks were stopped at a full pipe."""
+    one, write = node
+    one._output.begin(0, 1, shown, 0)
+    one._output._noticed = float("inf")  # no notice is due
+    polling = threading.Thread(target=one.poll, args=(0,), daemon=True)
+    polling.start()
+    for _ in range(64):
+        os.write(write, b"x" * 65_536)
+    one._closing = True
+    os.write(one._wake, b"!")
+    polling.join()
+
+
+def test_much_output_that_waits_makes_an_answer_due(node: tuple[agent.Agent, int]) -> None:
+    one, _ = node
+    one._output.begin(0, 1, True, None)
+    one._output_at = time.monotonic() + 100_000.0  # an answer has just had output
+    one._on_output(0, 0, b"x" * (agent.MOST_WAITING // 2))
+    assert one._due > time.monotonic() + 1000.0
+    one._on_output(0, 0, b"x" * (agent.MOST_WAITING // 2 + 1))
+    assert one.poll(0)[1] > 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import poll
 
@@ -96,3 +99,37 @@ def test_a_node_that_has_ended_with_an_error_is_not_started_again() -> None:
     with pytest.raises(RuntimeError, match="timed out"):
         patiently(start, lambda: "no space left")
     assert len(tries) == 1
+
+
+#: How the processes of a private Ray are started: with a descriptor of the kernel's process that ends with this one.
+WAITING = {
+    "a driver that waits": "from nbdist.engines.ray.driver import main; main.CLOSING = 0; main.main(*sys.argv[1:])",
+    "a Ray that starts": (
+        "from nbdist.engines.ray.launch import private; private._start = lambda *_: time.sleep(1000)\n"
+        "private.agent_ports = dict; private.main(sys.argv[2])"
+    ),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs a descriptor of a process")
+@pytest.mark.parametrize("code", WAITING.values(), ids=WAITING)
+def test_what_is_about_to_start_ends_with_a_killed_kernel(code: str, tmp_path: Path) -> None:
+    kernel = subprocess.Popen(["sleep", "1000"])
+    ours, theirs = socket.socketpair()
+    pidfd = os.pidfd_open(kernel.pid)
+    command = [sys.executable, "-c", f"import sys, time; {code}", str(theirs.fileno()), str(pidfd)]
+    started = subprocess.Popen(
+        command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno(), pidfd], env={**os.environ, "TMPDIR": "/tmp"}
+    )
+    try:
+        assert poll(lambda: len(psutil.Process(started.pid).threads()) > 1)
+        kernel.kill()
+        assert started.wait() == 1
+    finally:
+        kernel.kill()
+        kernel.wait()
+        started.kill()
+        started.communicate()
+        ours.close()
+        theirs.close()
+        os.close(pidfd)

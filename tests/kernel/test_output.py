@@ -745,7 +745,7 @@ def test_the_file_of_a_flood_is_gone_with_the_kernel(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, env={"TMPDIR": str(tmp_path)})
     try:
         kernel.ok("from nbdist import in_ddp\nin_ddp.options(lines=1)(1, lambda: print('1\\n2'))")
-        assert len(list(tmp_path.glob("nbdist-output-*"))) == 1
+        assert len(list(tmp_path.glob("nbdist-output-*/*.txt"))) == 1
     finally:
         kernel.client.stop_channels()
         kernel.manager.shutdown_kernel(now=False)
@@ -756,7 +756,7 @@ def test_the_file_of_a_flood_is_gone_with_a_kernel_that_is_killed(tmp_path: Path
     kernel = Kernel(tmp_path, env={"TMPDIR": str(tmp_path)})
     try:
         kernel.ok("from nbdist import in_ddp\nin_ddp.options(lines=1)(1, lambda: print('1\\n2'))")
-        assert len(list(tmp_path.glob("nbdist-output-*"))) == 1
+        assert len(list(tmp_path.glob("nbdist-output-*/*.txt"))) == 1
         os.kill(kernel.pid, signal.SIGKILL)
         assert poll(lambda: not list(tmp_path.glob("nbdist*")))
     finally:

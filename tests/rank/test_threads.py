@@ -13,6 +13,7 @@ import torch
 from conftest import LINUX
 
 from nbdist import Session
+from nbdist.rank.threads import number
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="a thread's own CPU time is read from /proc")
 
@@ -42,6 +43,13 @@ def sizes() -> dict[str, int]:
     from threadpoolctl import threadpool_info
 
     return {pool["internal_api"]: pool["num_threads"] for pool in threadpool_info()}
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [("3", 3), ("5,2", 5), ("0", 7), ("-1", 7), ("many", 7), ("", 7), (None, 7)]
+)
+def test_a_variable_that_libraries_ignore_sets_no_number(asked: str | None, found: int) -> None:
+    assert number({} if asked is None else {"OMP_NUM_THREADS": asked}, "OMP_NUM_THREADS", 7) == found
 
 
 @pytest.mark.parametrize(

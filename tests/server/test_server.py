@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -328,6 +329,35 @@ def test_a_kernel_that_leaves_without_closing_its_session(tmp_path: Path, how: s
     assert len(pids) == 4 and poll(lambda: all(map(gone, pids)))
     assert kernel.returncode == {"": 0, "raise KeyboardInterrupt": -signal.SIGINT}.get(how, 3)
     assert not any((tmp_path / "tmp").iterdir())
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_folder_of_ranks_that_were_killed_with_their_server_is_removed(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All processes of a user may be killed at once: then nothing that runs knows of the folder."""
+    with script(CELLS["ranks that wait"], short_path) as kernel:
+        assert kernel.stdout and kernel.stdout.readline() == "started\n"
+        killed = psutil.Process(kernel.pid).children(recursive=True)
+        for process in killed:
+            process.suspend()  # or the first that notices a death removes the folder
+        kernel.kill()
+        for process in killed:
+            process.kill()
+    assert poll(lambda: not living(killed))
+    left = list((short_path / "tmp").iterdir())
+    assert left
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path / "tmp"))
+    forkserver.stop()
+    assert in_ddp(1, lambda: 1) == 1
+    forkserver.stop()
+    assert not any(folder.exists() for folder in left)
 
 
 @pytest.mark.slow

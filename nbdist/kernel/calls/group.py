@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ...devices import VISIBLE, own_gpus, place_ranks, shared
 from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ...errors import NbdistError, RankDied, RankTimeout
+from ...rank.threads import number
 from ...system.cores import near
 from ...system.ending import before_servers
 from ...system.gpus import local_cores
@@ -163,8 +164,7 @@ class Group:
     def _threads(self, share: int, environ: Mapping[str, str]) -> int:
         if isinstance(self.layout.threads, int):
             return self.layout.threads
-        asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has one number for each nesting level
-        return int(asked) if asked.isdigit() else share
+        return number(environ, "OMP_NUM_THREADS", share)
 
     def memory(self) -> dict[int, int | None]:
         """Return the bytes of private memory of each rank. With many ranks most figures are from earlier calls."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from ...engines.forkserver import remove_if_killed
+from ...system.scratch import make_held, new_name
 from .cell import Cell
 
 #: Lines of a call's output that a cell shows, if not said otherwise.
@@ -154,7 +155,8 @@ def _new_file() -> IO[str]:
     """Create a file that is removed when this process ends in any way. Raises `OSError`."""
     global _folder
     if _folder[0] != os.getpid() or not os.path.isdir(_folder[1]):
-        _folder = os.getpid(), tempfile.mkdtemp(prefix="nbdist-output-")
+        _folder = os.getpid(), os.path.join(tempfile.gettempdir(), new_name("output-"))
+        make_held(_folder[1])
         atexit.register(_remove, *_folder)
         remove_if_killed(_folder[1])
     return tempfile.NamedTemporaryFile(

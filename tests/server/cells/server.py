@@ -62,3 +62,13 @@ print(in_ddp(1, lambda: "child" if pid == 0 else "parent"), flush=True)
 if pid:
     assert os.waitpid(pid, 0)[1] == 0
     print(in_ddp(1, lambda: "last"), flush=True)
+
+# %% ranks that wait
+import signal
+
+from nbdist import Session
+
+session = Session(1)
+session.run(int)
+print("started", flush=True)
+signal.pause()

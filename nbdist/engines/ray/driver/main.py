@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import resource
 import shutil
 import signal
 import socket
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +28,10 @@ from .cluster import Cluster
 from .connecting import Refused
 from .forwarding import Forwarding, text
 from .tasks import TaskCluster
+
+#: Seconds that this process may take for its end once the kernel's process has ended. Without a limit it waits long for
+#: the head of a private Ray, which ends at the same time.
+CLOSING = 5.0
 
 
 class Driver:
@@ -122,9 +129,18 @@ class Driver:
                 self._control.send(("answer", number, answers))
 
 
+def _end_with(kernel: int) -> None:
+    """End this process soon after the kernel's, whatever it is doing: connecting to Ray takes up to minutes. Ray itself
+    gives the resources of a driver back that has ended."""
+    if kernel >= 0 and readable(kernel, math.inf):
+        time.sleep(CLOSING)
+        os._exit(1)
+
+
 def main(fd: str, kernel: str) -> None:
     """Connect to the cluster, report to the kernel, and serve it; the descriptor `kernel` ends with the kernel's
     process."""
+    threading.Thread(target=_end_with, args=(int(kernel),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the notebook is for the ranks, in order
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

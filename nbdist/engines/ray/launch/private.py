@@ -5,14 +5,16 @@ from __future__ import annotations
 import glob
 import json
 import logging
+import math
 import os
-import select
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ....wire.channel import readable
 from . import folders
 from .starting import agent_ports, announced, fatal, patiently, why
 from .stopping import family, kill
@@ -32,6 +34,7 @@ def main(kernel: str) -> None:
     folder = sessions = ""
     try:
         folder = folders.temporary_folder()
+        threading.Thread(target=_end_with, args=(int(kernel), folder), daemon=True).start()
         sessions = folders.sessions(folder)
         with announced(ports):
             node = patiently(lambda: _start(sessions, ports), lambda: fatal(_session(sessions)))
@@ -39,19 +42,23 @@ def main(kernel: str) -> None:
         print(json.dumps({"refused": why(_session(sessions), str(exc))}), flush=True)
         sys.exit(1)
     try:
-        _serve(node, int(kernel))
+        _serve(node)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve(node: Any, kernel: int) -> None:
-    """Report the address, wait for the end of standard input or of `kernel`, and end Ray."""
+def _end_with(kernel: int, folder: str) -> None:
+    """End Ray and this process once `kernel` has ended, even if Ray is about to start, which takes up to minutes."""
+    if kernel >= 0 and readable(kernel, math.inf):
+        kill(family([os.getpid()])[1:])  # what the other thread starts now is ended by Ray's reaper
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+
+def _serve(node: Any) -> None:
+    """Report the address, wait for the end of standard input, and end Ray."""
     print(json.dumps({"address": node.gcs_address}), flush=True)
-    ends = select.poll()
-    for fd in (0, kernel):
-        if fd >= 0:
-            ends.register(fd, select.POLLIN)
-    ends.poll()
+    readable(0, math.inf)
     processes = family([os.getpid()])[1:]
     node.kill_all_processes(check_alive=False)
     kill(processes)

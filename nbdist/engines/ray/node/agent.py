@@ -37,6 +37,8 @@ OUTPUT_INTERVAL = 0.3
 #: Bytes of output in the first answer of a call; the next may have four times as many each. Meanwhile a cell with many
 #: lines notices that it shows the last ones alone.
 FIRST_OUTPUT = 16 << 10
+#: Characters of output that wait to be sent at most, but for what one more read gives.
+MOST_WAITING = 1 << 20
 #: Seconds that the answer to a call may wait for the answers of the node's other ranks.
 ANSWER_INTERVAL = 0.05
 #: Seconds after which `poll` answers although nothing has happened: so its caller knows that the node lives.
@@ -129,6 +131,7 @@ class Agent:
         self._output_most = FIRST_OUTPUT
         self._to_cut = -1
         self._sent = 0
+        self._waiting = 0  # characters of output that came since the last answer and are to be sent
         self._polling = threading.Lock()
         self._closing = False
         self._woken, self._wake = os.pipe()
@@ -138,6 +141,7 @@ class Agent:
             on_message=self._on_message,
             on_exit=self._on_exit,
             on_start=lambda number, pid: self._add_event("started", self._first + number, pid),
+            pause=OUTPUT_INTERVAL,
         )
         self._listener.watch(self._woken, lambda: None)
 
@@ -155,8 +159,6 @@ class Agent:
             return self._last_poll
 
     def _gather(self) -> tuple[int, list[Event]]:
-        if not self._closing:
-            self._listener.resume()
         self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._events else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
@@ -174,7 +176,7 @@ class Agent:
         if output:
             self._output_at = time.monotonic()
             self._output_most = min(4 * CHUNK, 4 * self._output_most)
-        self._due = float("inf")
+        self._due, self._waiting = float("inf"), 0
         return output, list(packed(events))
 
     def _encoded(self, event: Event) -> Event:
@@ -199,9 +201,12 @@ class Agent:
         self._due = min(self._due, time.monotonic() + within)
 
     def _on_output(self, number: int, which: int, data: bytes) -> None:
-        """Receive output of a rank. More output is read only after the next answer, because other ranks wait, too."""
-        later = max(0.0, self._output_at + OUTPUT_INTERVAL - time.monotonic())
+        """Receive output of a rank. If much of it waits to be sent, the next answer is due, and no more is read before
+        this answer: other ranks wait, too."""
         pieces = list(self._output.take(number, which, data))
+        self._waiting += sum(len(what) for _, kind, what in pieces if kind != MESSAGE)
+        full = self._waiting > MOST_WAITING
+        later = 0.0 if full else max(0.0, self._output_at + OUTPUT_INTERVAL - time.monotonic())
         for piece in pieces + (self._output.notice() if self._output.due() else []):
             self._add_event("output", *piece, within=later)
 

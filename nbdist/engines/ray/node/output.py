@@ -20,6 +20,8 @@ from ....wire.log import Log
 INTERVAL = 1.0
 #: Lines of the end that a cell shows, and characters that it shows of each.
 TAIL, WIDTH = 100, 500
+#: Characters that count as a line of a cell, as in `kernel/cell/excerpt.py`.
+CHARACTERS = 500
 
 #: A piece of output: the number of the rank on this node, its kind, and the text or the message.
 Piece = tuple[int, int, Any]
@@ -39,7 +41,7 @@ class Output:
         self._call = -1  # the number of the call whose output is shown
         self._cut = False
         self._most: int | None = None  # lines of the call that are sent before the cell shows the last ones alone
-        self._sent = 0  # of them
+        self._sent = self._sent_size = 0  # lines and characters of the call that were sent
         self._last: collections.deque[tuple[int, int, str]] = collections.deque()
         self._last_size = 0
         self._lines = self._size = 0  # that were left out since the last notice
@@ -58,7 +60,7 @@ class Output:
         new = call != self._call
         if new:
             self._call, self._cut = call, False
-            self._most, self._sent = lines, 0
+            self._most, self._sent, self._sent_size = lines, 0, 0
             self._forget()
         return new
 
@@ -90,15 +92,15 @@ class Output:
             if self._cut:
                 self.leave_out(number, kind, text)
             return "" if self._cut else text
-        lines = text.count("\n")
-        self._sent += lines
-        if self._sent <= self._most:
+        lines, size = self._most - self._sent, self._most * CHARACTERS - self._sent_size
+        self._sent += text.count("\n")
+        self._sent_size += len(text)
+        if self._sent <= self._most and len(text) <= size:
             return text
-        parts = text.splitlines(keepends=True)
-        head = max(0, self._most - self._sent + lines)
+        head = "".join(text.splitlines(keepends=True)[: max(0, lines)])[: max(0, size)]
         self._cut = True
-        self.leave_out(number, kind, "".join(parts[head:]))
-        return "".join(parts[:head])
+        self.leave_out(number, kind, text[len(head) :])
+        return head
 
     def leave_out(self, number: int, kind: int, text: str) -> None:
         """Count a text that a cell would show, and keep the last lines for the next notice.
