@@ -92,7 +92,7 @@ class MappedFiles:
 
 
 def _changed(start: int, end: int) -> bool:
-    """Return whether this process has written to its private mapping there, so that the file has other data."""
+    """Return whether this process has written to its private mapping there, so that its data differ from the file's."""
     with open("/proc/self/smaps", **_NAMES) as file:
         inside = False
         for line in file:

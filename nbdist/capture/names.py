@@ -60,8 +60,9 @@ def _is_made_by_code(module: Any) -> bool:
 
 
 def namespace_of(namespace: Namespace) -> tuple[str, bool]:
-    """Return a key for a function's globals, and whether the globals must be sent. They need not if an import gives the
-    module."""
+    """Return a key for a function's globals, and whether the globals must be sent: not if the reader can import the
+    module.
+    """
     name = namespace.get("__name__", "__main__")
     module = sys.modules.get(name)
     if module is not None and contents(module) is namespace and not travels_by_value(module):

@@ -87,13 +87,13 @@ def nothing(*args: Any) -> None:
 
 
 def begin(name: str) -> bool:
-    """Note the name of the object that is read now."""
+    """Record the name of the object that is read now."""
     _reading.names.append(name)
     return True
 
 
 def named(begun: bool, value: Any, done: None = None) -> Any:
-    """Note that the object with the latest name has been read."""
+    """Record that the object with the latest name has been read."""
     _reading.names.pop()
     return value
 

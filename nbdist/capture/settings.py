@@ -9,7 +9,7 @@ The settings and their sources:
 | recursion limit, garbage collector, handlers of signals and more | `python_modes` |
 | contexts | `decimal.getcontext()`, `decimal.DefaultContext` |
 | locale | `locale.setlocale(locale.LC_ALL)` |
-| time zone | `TZ`, as `time.tzset` has taken it |
+| time zone | `TZ`, as of the last `time.tzset` |
 | environment, folder, module path | `os.environ`, `os.getcwd()`, `sys.path` |
 | print options, error state, buffers | `numpy.get_printoptions()`, `geterr()`, `geterrcall()`, `getbufsize()` |
 | options that are not at their default | `pandas.get_option` |

@@ -85,7 +85,7 @@ class Ranks(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Return the slot of each rank."""
+        """Return the place of each rank in its node, in the order of the ranks."""
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
@@ -182,8 +182,10 @@ class Engine(Protocol):
         """Keep the processes of `warm` on this machine for this number of seconds while they are not used."""
 
     def lend(self) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Return variables and descriptors by which another process starts ranks at the same place. The variables open
-        the place. The descriptors keep it open after the end of this process, as long as another process holds them."""
+        """Return variables and descriptors by which another process starts ranks on the same machines. The variables
+        give access. The descriptors keep the machines reserved after the end of this process, as long as another
+        process holds them.
+        """
 
     def borrow(self, variables: Mapping[str, str]) -> None:
         """Use the variables that `lend` of another process has returned."""

@@ -137,7 +137,7 @@ def _accumulate(self: Any, learn: Any) -> None:
 
 
 def _through_cpu(x: Any) -> bool:
-    "Say whether `x` is on a GPU that ranks share, so that they talk through gloo"
+    "Return whether `x` is on a GPU that ranks share, so that they communicate through gloo"
     import torch.distributed as dist
 
     return x.device.type == "cuda" and dist.is_initialized() and collective_device().type == "cpu"

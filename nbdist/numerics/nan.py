@@ -77,7 +77,7 @@ class NanCheck:
                 raise self._search().loss_error(loss, self._step())
 
     def scaled(self) -> None:
-        """Note that a gradient scaler is in use, which skips steps whose gradients overflow."""
+        """Record that a gradient scaler is in use, which skips steps whose gradients overflow."""
         self._scaled = True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ class NanCheck:
         return (args[0], checked, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Note that a step is over."""
+        """Record that a step is over."""
         self._open.discard(optimizer)
 
     def _check(self, optimizer: Any) -> None:

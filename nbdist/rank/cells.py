@@ -36,7 +36,7 @@ def as_counted(text: str, whole: bool) -> str:
 
 
 def nothing() -> None:
-    """Do nothing. A call of this starts the ranks and sends the captured names."""
+    """Do nothing. A call of this function only starts the ranks and sends the captured names."""
 
 
 def variables(names: Sequence[str]) -> dict[str, Any]:

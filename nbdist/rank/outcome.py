@@ -157,8 +157,9 @@ class Outcomes:
         return parcel
 
     def _offer(self, views: Sequence[memoryview]) -> bool:
-        """Offer an answer's buffers to the kernel, which can copy them from this process's memory; return whether it
-        has."""
+        """Offer an answer's buffers to the kernel, which can copy them from this process's memory. Return whether the
+        kernel has copied them.
+        """
         self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()

@@ -27,7 +27,7 @@ def check_torchrec() -> None:
     """Check that `import torchrec` can work.
 
     Raises:
-        ImportError: torchrec or fbgemm is missing, of another release than torch, or cannot be loaded. The message
+        ImportError: torchrec or fbgemm is missing, of a different release than torch, or cannot be loaded. The message
             names the versions to install.
     """
     import torch

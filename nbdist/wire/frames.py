@@ -62,7 +62,7 @@ class FrameWriter:
             self._fd = own
 
     def _write(self, data: bytes) -> None:
-        """Write a frame, all of it at once."""
+        """Write a frame in one piece."""
         while True:
             try:
                 os.write(self._fd, data)

@@ -117,14 +117,14 @@ class Ending:
                 self._deadline += time.monotonic() - begin
 
     def fail(self, rank: int | None, error: BaseException) -> Decision:
-        """Note that a rank, or the call as a whole, has failed."""
+        """Record that a rank, or the call as a whole, has failed."""
         self.failures.append(Failure(rank, error, self.leaving))
         if self.leaving:
             return Decision.GO_ON
         return self._leave(GRACE_WITH_GPU if self._on_gpu else GRACE_AFTER_FAILURE, at_once=True)
 
     def interrupt(self) -> Decision:
-        """Note that the user stops the call."""
+        """Record that the user stops the call."""
         self.interrupted = True
         return self._leave(GRACE_AFTER_INTERRUPT, at_once=False)
 
@@ -133,20 +133,20 @@ class Ending:
         return Decision.ASK_TO_LEAVE
 
     def asked_to_leave(self) -> None:
-        """Note that all ranks have been asked to leave by now."""
+        """Record that all ranks have been asked to leave by now."""
         if not self.aborted:
             self._deadline = time.monotonic() + (0.0 if self.at_once else GRACE_BEFORE_ABORT)
 
     def was_aborted(self, all_begun: bool) -> None:
-        """Note that the process groups were aborted, and whether each rank had begun the call."""
+        """Record that the process groups were aborted, and whether each rank had begun the call."""
         self._deadline = time.monotonic() + (self._grace if all_begun else max(self._grace, GRACE_TO_BEGIN))
 
     def begun(self) -> None:
-        """Note that a rank begins the call after it was asked to leave."""
+        """Record that a rank begins the call after it was asked to leave."""
         self._extend(self._grace)
 
     def reporting(self) -> None:
-        """Note that a rank has raised and sends its exception, or reports an uninterruptible step."""
+        """Record that a rank has raised and sends its exception, or reports an uninterruptible step."""
         self._extend(GRACE_TO_REPORT)
 
     def _extend(self, seconds: float) -> None:

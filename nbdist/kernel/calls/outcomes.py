@@ -71,7 +71,7 @@ class Answers:
             raise error.with_value(getattr(exc, "value", None)) from exc
 
     def close(self) -> None:
-        """Give up the memory of the answers; objects that have been rebuilt keep theirs."""
+        """Release the memory of the answers. Objects that were rebuilt from them keep theirs."""
         for parcel in self._parcels.values():
             if parcel is not None:
                 parcel.close()

@@ -69,8 +69,8 @@ def movielens(
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or there is no source and `download` is False.
         ConnectionError: The server cannot be reached, or the download broke off several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
-        ValueError: A file has another format, or another number of ratings than the set (for a folder of `path`: more
-            ratings). The message names the file.
+        ValueError: A file has a different format, or another number of ratings than the set (for a folder of `path`:
+            more ratings). The message names the file.
 
     Examples:
         >>> from nbdist.recsys.datasets import movielens

@@ -32,8 +32,8 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
     `uses_row_numbers`.
 
     Steps are independent, with one exception. If a later step categorifies a joined column, and no step in between
-    changes it, the codes are computed once for each row of the joined table, and joined instead. There are more ratings
-    than movies.
+    changes it, the codes are computed once for each row of the joined table, and joined instead: a table of movies has
+        far fewer rows than their ratings.
     """
     steps = [step for step in steps if not step.selects]
     columns = needed(steps, wanted)

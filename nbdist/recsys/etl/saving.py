@@ -59,7 +59,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The file, which the error names, has another format or a later version.
+        ValueError: The file, which the error names, has a different format or a later version.
     """
     path = folder / "workflow.json"
     try:

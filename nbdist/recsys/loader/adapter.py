@@ -85,7 +85,7 @@ class Adapter:
         return self
 
     def new(self, *, shuffle: bool | None = None, drop_last: bool | None = None, **_: Any) -> Self:
-        """Return a loader of the same rows at its start, with another order or another treatment of remaining rows.
+        """Return a loader of the same rows at its start, with a different order or another treatment of remaining rows.
 
         fastai calls this for predictions, with arguments of its own loaders, which have no effect here.
         """

@@ -178,7 +178,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
     """Return a column of ids: one per row, shape (rows,), or lists of them.
 
     Raises:
-        ValueError: A column is missing, or has another shape.
+        ValueError: A column is missing, or has a different shape.
     """
     if name not in batch:
         raise ValueError(f"the batch has no column {name!r}; its columns are {', '.join(batch)}")
@@ -197,7 +197,7 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
             one. Other columns are left out.
 
     Raises:
-        ValueError: A column is missing, has another shape, or has another dtype than the first.
+        ValueError: A column is missing, has a different shape, or has a different dtype than the first.
         ImportError: TorchRec is not installed.
 
     Examples:

@@ -36,7 +36,7 @@ class Keyed(NamedTuple):
         """Make the ids of batches that begin at these rows. `pinned`: they are in page-locked memory.
 
         Raises:
-            ValueError: A column is not of integers, has another shape, or has an id of more than 31 bits.
+            ValueError: A column is not of integers, has a different shape, or has an id of more than 31 bits.
         """
         values: list[list[Tensor]] = []  # of each key, of each batch
         lengths: list[list[Tensor]] = []

@@ -41,8 +41,8 @@ class MemoryLoader(Loader):
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        TypeError, ValueError: A column cannot be made into batches, has nulls, or has another length than the others.
-            The error names the column.
+        TypeError, ValueError: A column cannot be made into batches, has nulls, or has a different length than the
+            others. The error names the column.
 
     Examples:
         >>> import torch

@@ -75,7 +75,7 @@ def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> Fuse
 
 
 def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: Tensor, eps: float) -> None:
-    """Make Adagrad's step on some rows, in place.
+    """Take Adagrad's step on some rows, in place.
 
     Args:
         table: The table, shape (rows, width).

@@ -18,8 +18,8 @@ def step_rows(optimizer: torch.optim.Optimizer, tables: Container[nn.Parameter])
     """Step an optimizer's parameters among `tables`, whose gradients are sparse.
 
     Returns:
-        The tables whose steps were made: none unless the optimizer is Adagrad, and none with weight decay, which torch
-        refuses for such gradients.
+        The tables that were updated: none unless the optimizer is Adagrad, and none with weight decay, which torch
+            refuses for such gradients.
     """
     if type(optimizer) is not torch.optim.Adagrad:
         return []

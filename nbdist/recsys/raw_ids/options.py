@@ -1,4 +1,4 @@
-"""The options of a table of raw ids: which ids get a row, and which lose it."""
+"""The options of a table of raw ids: which ids get a row, and which ids are evicted."""
 
 from __future__ import annotations
 

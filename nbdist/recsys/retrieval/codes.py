@@ -17,7 +17,7 @@ def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.in
     """Return the position of each id in `known`, -1 for an unknown id. Integers match floats without a fraction.
 
     Raises:
-        TypeError: The ids are of another type, such as strings if integers are known.
+        TypeError: The ids are of a different type, such as strings if integers are known.
     """
     if known.dtype.is_integer() and ids.dtype.is_numeric():
         # An integer that the type of `known` cannot hold is one that is not there.
@@ -40,7 +40,7 @@ def places_of(lists: Sequence[Sequence[Any]] | pl.Series, known: pl.Series) -> R
     nulls.
 
     Raises:
-        TypeError: The argument does not have lists, or the ids are of another type.
+        TypeError: The argument does not have lists, or the ids are of a different type.
     """
     column = series_of(lists).alias("id")
     if not isinstance(column.dtype, pl.List) and len(column):

@@ -237,7 +237,7 @@ def _least_free(device: torch.device, local: int) -> tuple[int, int]:
 
 
 class _Chosen(Stats):
-    """The options of the plan that a planner has made. From TorchRec 1.1 on, callbacks would also give them."""
+    """The recorder of the sharding options that a planner chose. TorchRec has callbacks for this only from 1.1 on."""
 
     def __init__(self) -> None:
         self.options: list[Any] = []

@@ -152,8 +152,8 @@ class Snapshots:
         """Load the newest snapshot, if there is one and the run resumes. All ranks must call it.
 
         Returns:
-            The states `common` (with `step` and `world_size`) and `own` of `_save`. On another number of ranks, `own`
-            is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
+            The states `common` (with `step` and `world_size`) and `own` of `_save`. On a different number of ranks,
+            `own` is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
 
         Raises:
             ValueError: There are snapshots, but the run does not resume; or the newest is of another model or

@@ -101,7 +101,7 @@ class Ensemble:
             A dict from column to array, for tritonclient's `set_data_from_numpy`.
 
         Raises:
-            ValueError: A column is missing, has another type, or has a value that stands for null or padding.
+            ValueError: A column is missing, has a different type, or has a value that stands for null or padding.
         """
         table = _to_arrow(frame)
         missing = [name for name in self.inputs if name not in table.column_names]
@@ -111,10 +111,10 @@ class Ensemble:
         return {name: to_request(columns[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
 
     def load(self, client: Any) -> None:
-        """Have a running server answer with what was exported, such as a new version, without a gap.
+        """Make a running server use the exported model, such as a new version, without interrupting its answers.
 
-        Until a model is loaded, the server answers with what it had; each answer is of one version. The server must run
-        in Triton's model control mode "explicit", as the one of `serve` does.
+        Until the model is loaded, the server answers with the previous version. Each answer comes from a single
+        version. The server must run in Triton's model control mode "explicit", like the server of `serve`.
 
         Args:
             client: A client of the server, of `tritonclient.http` or `tritonclient.grpc`.

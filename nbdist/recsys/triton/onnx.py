@@ -254,9 +254,8 @@ def _ask(model: nn.Module, predict: Predict, batch: Columns) -> Tensor:
         why = isinstance(error, IndexError) and foreign_ids(model, batch)
         why = why or f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"the model cannot take the workflow's {', '.join(batch)}: {why}. It is given a "
-            "batch as a loader makes it, a dict of these columns, with any codes that they have; see columns= and "
-            "predict="
+            f"the model cannot take the workflow's {', '.join(batch)}: {why}. It is tested "
+            "with batches like a loader's, dicts of these columns with random codes; see columns= and predict="
         ) from error
     if len(answer) != rows_of(next(iter(batch.values()))):
         raise ValueError(f"the model's answer to a batch has the shape {tuple(answer.shape)}: not an answer per row")

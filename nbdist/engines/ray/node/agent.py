@@ -147,7 +147,7 @@ class Agent:
         """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
         Events are pickles of several events for the kernel (`packed`), parts of big data, and answers that refer to
-        these parts. `number` is the number of the last answer that has arrived: an answer that was lost is given again.
+        these parts. `number` is the number of the last answer that has arrived. An answer that was lost is sent again.
         """
         with self._polling:
             if self._last_poll[0] == number:

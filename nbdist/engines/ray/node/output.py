@@ -46,7 +46,7 @@ class Output:
         self._noticed = 0.0
 
     def begin(self, number: int, call: int, shown: bool, lines: int | None = None) -> bool:
-        """Note that a rank gets a call, and return whether it is the first rank that gets this call.
+        """Record that a rank gets a call, and return whether it is the first rank that gets this call.
 
         Args:
             number: The rank.
@@ -67,7 +67,7 @@ class Output:
         self._last.clear()
 
     def cut(self, call: int) -> bool:
-        """Note that the cell of a call shows only the last lines from now on. Return whether this call runs."""
+        """Record that the cell of a call shows only the last lines from now on. Return whether this call runs."""
         self._cut = self._cut or call == self._call
         return call == self._call
 

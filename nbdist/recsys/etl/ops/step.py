@@ -26,8 +26,9 @@ _FILE = re.compile(r"(table|vocabulary|learnt)-[a-z0-9-]+\.parquet")
 
 @dataclass(frozen=True)
 class State:
-    """The learned state of a workflow: vocabularies by column, tables of `moments` by the kind of a step and a name,
-    and fingerprints of rows by a name."""
+    """The learned state of a workflow: the vocabulary of each column, the tables of `moments` that each kind of step
+    has learned, and the fingerprints of rows, each under a name.
+    """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     tables: dict[tuple[str, str], pl.DataFrame] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class Step:
         return [name]
 
     def needs(self, wanted: set[str]) -> set[str]:
-        """Return the columns that must exist before the step, so that the `wanted` columns exist after it."""
+        """Return the columns that must exist before the step to get the `wanted` columns after it."""
         made = wanted.intersection(self.adds)
         return (wanted - made).union(*map(self.reads, made))
 
