@@ -115,8 +115,9 @@ def globals_of_class(cls: type) -> Namespace:
 
 @functools.lru_cache(maxsize=4096)
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names that `code`, or a function or class inside it, reads or writes, also as `__main__.name`
-    or by `from __main__ import name`."""
+    """Return the global names that `code`, or a function or class inside it, reads or writes, including names used
+    as `__main__.name` or by `from __main__ import name`.
+    """
     names: dict[str, None] = {}
     module, last = "", None
     for i in dis.get_instructions(code):

@@ -104,7 +104,7 @@ def enter(entry: Entry) -> Callable[[], object]:
 
 
 def _key(entry: Entry) -> tuple[int, ...]:
-    """Return an identity of an entry, which is the same if two modules have the same container."""
+    """Return a key that identifies an entry. It is the same for a container that is found in two modules."""
     container = contents(entry.owner).get(entry.name, entry.owner)
     return id(container), id(entry.key), id(entry.value)
 

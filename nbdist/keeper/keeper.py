@@ -106,8 +106,9 @@ class Keeper:
             os.write(self._wake, b"!")
 
     def _wake_clients(self) -> None:
-        """Wake all clients, because the journal has grown. A client that was woken and has not read yet gets no second
-        byte."""
+        """Wake all clients, because the journal has grown. A client that has not yet read the byte of an earlier
+        wakeup gets no second one.
+        """
         for wakeup in list(self._wakeups):
             try:
                 wakeup.send(b".")

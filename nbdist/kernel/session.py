@@ -503,6 +503,6 @@ def executor_of(session: Session) -> Executor:
 def call_once(session: Session, *what: Any) -> Any:
     """Make the only call of a session, with the arguments of `Session.call`, and return rank 0's value.
 
-    After a stop, there is no wait until the ranks can take another call, unless `hold_on_error` keeps them.
+    After an interrupt, this function does not wait until the ranks can take another call, except with `hold_on_error`.
     """
     return session._call(*what, once=not session._options.hold_on_error)[0]

@@ -130,7 +130,7 @@ class Reloader(importlib.abc.MetaPathFinder):
             if wanted is not None and (edited if had is None else had[1] != wanted) and imported.checksum != wanted:
                 raise NbdistError(
                     f"the module {name!r} was edited and reloaded in the notebook, and is stale in this rank, which "
-                    f"has a different version of {file}: reload it in the notebook once more, or copy the file to where "
+                    f"has a different version of {file}: reload it there once more, or copy the file to where "
                     f"the rank runs; or else restart() the session"
                 )
         for name in sources.keys() - self._imported.keys():  # such as a `statistics.py`, which the server has as well

@@ -72,7 +72,7 @@ class _Window:
                 self._profiler.__exit__(None, None, None)
 
     def trace(self) -> bytes:
-        """Return the trace. It is written after the function has returned, so that no rank waits for it in between."""
+        """Return the trace. It is written after the function has returned, so that other ranks need not wait for it."""
         if not self._done:
             return b""
         with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ class _Window:
         self._mark()
 
     def _mark(self) -> None:
-        """Name the following work with the name by which users of the profiler know a step."""
+        """Label the following work with the name that users of the profiler know for a step."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(torch.profiler.record_function(f"ProfilerStep#{self._count}"))
 

@@ -85,7 +85,7 @@ class SharedCollectives:
 
     @property
     def usable(self) -> bool:
-        """Return whether no collective has failed and the process group is still the same."""
+        """Return True if no collective has failed and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
     @property
@@ -185,7 +185,7 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Begin an exchange: yield its half of the memory, and a function to call between writing and reading.
+        """Begin an exchange: yield the half of the memory for it, and a function to call between writing and reading.
 
         Args:
             size: The bytes of each rank's part, equal on all ranks, or `_UNEQUAL`.
@@ -313,7 +313,7 @@ def add_up(parts: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield views of these flat tensors, each with a part that is exchanged at once."""
+    """Yield views of parts of these flat tensors. Each part is small enough to be exchanged in one piece."""
     turn: list[torch.Tensor] = []
     room = _PIECE
     for tensor in tensors:

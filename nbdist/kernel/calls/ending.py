@@ -45,7 +45,7 @@ class Failure:
     Args:
         rank: The rank that has failed. None: the call as a whole, such as by its timeout.
         error: The exception to raise for it.
-        asked: Whether the rank had been asked to end the call before it failed.
+        asked: Whether the rank was asked to end the call before it failed.
     """
 
     def __init__(self, rank: int | None, error: BaseException, asked: bool = False) -> None:
@@ -103,7 +103,7 @@ class Ending:
         return time.monotonic() - self._begin
 
     def left(self, most: float) -> float:
-        """Return the seconds until `decide` has something to decide, at most `most`; 0 or less when it has."""
+        """Return the seconds until `decide` must be called, at most `most`; 0 or less if it must be called now."""
         return most if self._deadline is None else min(most, self._deadline - time.monotonic())
 
     @contextlib.contextmanager

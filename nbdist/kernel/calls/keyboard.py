@@ -46,7 +46,7 @@ class Keyboard:
             self._answer(rank, None)
 
     def soon(self, seconds: float) -> float:
-        """Return `seconds`, or less while a rank waits for input: the longest time to wait for messages."""
+        """Return the longest time to wait for messages: `seconds`, or less while a rank waits for input."""
         return min(0.1, seconds) if self._questions else seconds
 
     def ready(self) -> bool:

@@ -46,7 +46,7 @@ def _explode(frame: pl.LazyFrame, name: str) -> pl.LazyFrame:
 
 
 class Counts:
-    """The count of each value: of some rows, of more rows, and at the end of all ranks."""
+    """The count of each value, collected part by part, and at the end over all ranks."""
 
     def __init__(self) -> None:
         self._frames: list[pl.DataFrame] = []

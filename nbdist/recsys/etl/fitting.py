@@ -1,4 +1,6 @@
-"""Rows whose columns have other types than in `fit`, but the same meaning: ids that are int64 now and were int32."""
+"""Rows whose columns have different types than in `fit`, but the same meaning, such as ids that were int32 and are
+int64 now.
+"""
 
 from __future__ import annotations
 

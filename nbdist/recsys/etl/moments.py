@@ -69,7 +69,7 @@ def mean() -> pl.Expr:
 
 
 class Sums:
-    """The sums of an `Aggregate`: of some rows, of more rows, and at the end of all ranks.
+    """The sums of an `Aggregate`, collected part by part, and at the end over all ranks.
 
     Args:
         keys: The keys of the rows, with the names in `key`.

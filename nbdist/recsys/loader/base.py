@@ -1,4 +1,4 @@
-"""The base of loaders: iteration, epochs and seeds, position, and rank."""
+"""The base class of loaders: iteration, epochs, seeds, position and rank."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class MAP(Grouped):
 
 class GAUC(Grouped):
     """The mean AUC of the rows of a user, weighted by the user's number of rows (Zhou et al., KDD 2018): it measures
-    the order of the rows of each user, and not which users take more.
+    the order of the rows within each user, and not differences between users.
 
     Users whose rows all have the same label are left out. `users_without_positives` counts users without a positive
     row, and `users_without_negatives` the others.

@@ -34,7 +34,9 @@ def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
 
 
 def run_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the closure of a step, if there is one, before the step. Return the closure's value for the hook."""
+    """Call the closure of a step, if it has one, before the step. Return the step's arguments with a closure that
+    only returns this value.
+    """
     closure = kwargs.get("closure", *args[1:])
     if closure is None:
         return None
@@ -151,8 +153,9 @@ class CommonTables:
                 yield table, state, key
 
     def _adds_to(self, i: int) -> None:
-        """Multiply a table's mean gradient by the number of ranks, if a further gradient will be added to it without
-        `zero_grad`: the next `exchange` divides by this number again."""
+        """Multiply a table's mean gradient by the number of ranks if another gradient will be added to it, without
+        `zero_grad`, because the next `exchange` will divide the sum by the number of ranks.
+        """
         table = self._tables[i]
         mean = self._means.pop(table, None)
         if mean is not None and table.grad is mean:

@@ -97,8 +97,8 @@ def coalesced(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the gradients of each row, in shapes that do not depend on the number of different rows.
 
     Returns:
-        The sums, shape (n, width), which are zero after the different rows; and the rows, shape (n,), distinct up to
-        there.
+        The sums, shape (n, width), and the rows, shape (n,). The distinct rows come first; after them, the sums are
+        zeros.
     """
     ordered, places = torch.sort(ids, stable=True)
     begins = torch.ones_like(ordered)

@@ -47,7 +47,8 @@ class CountedIds:
         return rows[self._last[rows] < before]
 
     def first_to_go(self, count: int, evict: str | Score, batch: int) -> tuple[Tensor, Tensor]:
-        """Return the rows to evict first, and their sort keys, float64, shape (n, 2): the smallest are evicted first.
+        """Return the rows to evict, and their sort keys, float64, shape (n, 2). Rows with the smallest keys are evicted
+        first.
 
         Args:
             count: The number of rows to evict. If there are fewer rows, all are returned.

@@ -212,7 +212,9 @@ def check_topology(topology: Any, memory: int | None, device: torch.device) -> N
     if not isinstance(topology, Topology):
         raise TypeError(f"`topology` must be a torchrec.distributed.planner.Topology, got {shown(topology)}")
     if memory is not None:
-        raise ValueError("give `memory_bytes` or `topology`, which has the memory of each rank, one of the two")
+        raise ValueError(
+            "`memory_bytes` must be None with `topology`, which has the memory of each rank: give one of the two"
+        )
     found, here = (topology.world_size, topology.compute_device), (dist.get_world_size(), device.type)
     if found != here:
         raise ValueError(f"`topology` must be of {here[0]} {here[1]} ranks, got one of {found[0]} {found[1]} ranks")

@@ -72,11 +72,12 @@ def hindrance(run: Run) -> str:
 
 
 def capturing(run: Run, captured: bool | None, steps: int, scheduled: bool) -> CapturedSteps | None:
-    """Return an object that records the steps of a run and replays them, or None if this is not wanted or not possible.
+    """Return an object that records the steps of a run and replays them; None if steps are not to be recorded or cannot
+    be.
 
     Args:
         run: The run.
-        captured: The option of `fit`: False never records, True requires recording, None records longer runs if
+        captured: The option of `fit`. False: never record. True: record, or raise. None: record longer runs, if
             possible.
         steps: The number of remaining steps.
         scheduled: Whether learning rates change.
@@ -166,7 +167,7 @@ class CapturedSteps:
         self._uncounted = 0
 
     def train(self, until: int) -> None:
-        """Train some steps: at least one unless `refused` has a reason, and none after step `until`."""
+        """Take some steps, none after step `until`. If `refused` holds a reason, take none; otherwise at least one."""
         run = self._run
         if self._window is None and not self._begin_epoch():
             return

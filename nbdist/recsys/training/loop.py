@@ -187,8 +187,9 @@ def _step_rates(rates: LambdaLR) -> None:
 
 
 def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
-    """Yield the batches of each step from the loader's position on, epoch after epoch, each with its number in the
-    epoch."""
+    """Yield the batches of each step, from the loader's position on, over all epochs. Each batch comes with its
+    number in the epoch.
+    """
     loader = run.train
     state = loader.state_dict()
     loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin again

@@ -90,7 +90,9 @@ class Forwarding:
     # -------------------------------------------------------------------------------------------------- to the nodes
 
     def deliver(self, messages: Sequence[tuple[int, bytes]], parcel: Parcel | None) -> None:
-        """Send nodes, by their numbers, messages for their ranks, with a parcel that belongs to each of them."""
+        """Send messages for ranks to their nodes. `messages` has pairs of a node's number and a pickle; `parcel`
+        goes with each.
+        """
         about = None
         if parcel is not None:
             about = parcel.inline, list(parcel.spans), [self._share(segment) for segment in parcel.segments]

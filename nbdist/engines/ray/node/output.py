@@ -103,7 +103,7 @@ class Output:
     def leave_out(self, number: int, kind: int, text: str) -> None:
         """Count a text that a cell would show, and keep the last lines for the next notice.
 
-        A line counts twice if its first part has been sent before.
+        A line is counted twice if its first part was sent earlier.
         """
         self._lines += text.count("\n")
         self._size += len(text)

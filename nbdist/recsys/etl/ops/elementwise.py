@@ -96,8 +96,8 @@ class Log(ColumnStep):
     The result is float64, or float32 if the column is.
 
     Args:
-        *columns: Names of columns of numbers above -1; `fit` looks for others. In rows that come after it, -1 becomes
-            -inf, and smaller numbers NaN: see `Clip`.
+        *columns: Names of columns of numbers above -1; `fit` raises for other numbers. In later rows, -1 becomes -inf,
+            and smaller numbers become NaN: see `Clip`.
 
     Raises:
         ValueError: In `fit`, a number is -1 or smaller. The error names its column and row.
