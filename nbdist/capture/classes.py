@@ -90,7 +90,7 @@ def _make_c_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any])
 
 
 def set_fields(cls: Any, fields: Any) -> None:
-    """Set the fields of a structure of ctypes, which can be set once."""
+    """Set the fields of a ctypes structure, which can be set only once."""
     if "_fields_" not in vars(cls):
         cls._fields_ = fields
 

@@ -82,8 +82,9 @@ def namespace_key(fn: Callable[..., Any]) -> str:
 
 
 def globals_of(fn: types.FunctionType) -> Namespace:
-    """Return the globals that `fn` uses, by name. Of the values that cells have shown (`Out`), only those are included
-    that `fn` names by their number."""
+    """Return the globals that `fn` uses, by name. Of the values that cells have shown (`Out`), the result includes
+    only those that `fn` names by number.
+    """
     namespace = fn.__globals__
     names = dict.fromkeys(globals_used(fn.__code__))
     names.update(dict.fromkeys(names_in_hints(fn.__annotations__)))

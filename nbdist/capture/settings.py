@@ -159,7 +159,7 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
 
 
 def sklearn_defaults() -> dict[str, Any]:
-    """Return scikit-learn's own values of its options, which `set_config` changes for a thread alone."""
+    """Return scikit-learn's default values of its options. `set_config` changes the values of its own thread only."""
     return getattr(sys.modules["sklearn._config"], "_global_config", {})
 
 

@@ -62,7 +62,7 @@ class Listening(Protocol):
     """A listener that waits for events of ranks and passes them on: see `listening.Listener`."""
 
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
-        """Have `action` called whenever a descriptor is readable."""
+        """Call `action` whenever a descriptor is readable."""
 
     def select(self, seconds: float) -> None:
         """Pass on all events that have arrived; without any, wait at most `seconds` for the first one."""
@@ -203,7 +203,7 @@ class EngineOptions(Protocol):
 
 
 class MakeEngine(Protocol):
-    """A function that makes an engine; an entry point in the group `nbdist.engines` names it."""
+    """A function that makes an engine. An entry point in the group `nbdist.engines` refers to it."""
 
     def __call__(self, options: Any, env: Mapping[str, str] | None, start: str) -> Engine:
         """Make an engine.

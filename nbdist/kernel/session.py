@@ -285,7 +285,7 @@ class Session:
         can also be awaited.
 
         The function, its arguments and the names that it needs are captured at once. Output goes to the cell that
-        called this, live, even while other cells run. `cancel()` stops the call as an interrupt does.
+        called `submit`, live, even while other cells run. `cancel()` stops the call as an interrupt does.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: An argument is invalid or cannot be sent. The future raises

@@ -63,7 +63,9 @@ class NanCheck:
         self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
 
     def before_backward(self, tensors: Any, gradients: Any) -> None:
-        """Check a loss: on a CPU at once; on a GPU together with the gradients, because the host would have to wait."""
+        """Check a loss: on a CPU immediately; on a GPU together with the gradients, because otherwise the host
+        would have to wait.
+        """
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if gradients is not None or self._scaled:
             return

@@ -102,7 +102,9 @@ class Outcomes:
         return None
 
     def _with_stand_ins(self, exc: BaseException) -> BaseException:
-        """Return an exception that can be pickled, or a group of such exceptions, in place of one in a group."""
+        """Return a substitute for a member of an exception group: an exception that can be pickled, or a group of
+        such exceptions.
+        """
         if isinstance(exc, _Group):
             members: Any = getattr(exc, "exceptions", ())
             derived: BaseException = _Group.derive(exc, [self._with_stand_ins(member) for member in members])

@@ -36,7 +36,8 @@ class _Window:
 
     Attributes: `whole`, the number of steps that were completed so far.
 
-    It uses the profiler below `torch.profiler.profile`, which does the same but imports torch's compiler, for seconds.
+    It uses the internal profiler of torch: `torch.profiler.profile` does the same, but imports torch's compiler, which
+        takes seconds.
     """
 
     def __init__(self, skip: int, steps: int) -> None:

@@ -107,7 +107,7 @@ class StepLog:
                     shutil.rmtree(self.folder / f"step-{one}", ignore_errors=True)
 
     def write(self, step: int, state: Callable[[], Any]) -> None:
-        """Write a snapshot of what `state` returns, if one is due after `step` steps."""
+        """Write a snapshot if one is due after `step` steps. Its content is what `state` returns."""
         if not self.due(step):
             return
         final = self.place() / f"step-{step}" / f"rank-{self.rank}.pt"

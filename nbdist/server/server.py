@@ -291,7 +291,7 @@ class Server:
         self._end(number)
 
     def _reap(self) -> None:
-        """Report the ranks that have ended. Their orphans are searched once for all of them."""
+        """Report the ranks that have ended. Then look for the orphans of all of them together."""
         ended: dict[int, tuple[int, int, int]] = {}  # pid → rank, number of its launch, wait status
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:

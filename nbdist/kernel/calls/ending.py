@@ -154,7 +154,7 @@ class Ending:
             self._deadline = max(self._deadline, time.monotonic() + seconds)
 
     def decide(self) -> Decision:
-        """Return the decision that follows from the time."""
+        """Return what to do now, given the time since the beginning of the call or of its end."""
         if self.left(1.0) > 0:
             return Decision.GO_ON
         if not self.leaving:

@@ -55,7 +55,9 @@ class Keyboard:
         return bool(self._questions) and (self._rank in self._questions or not stays)
 
     def put(self, pending: Container[int]) -> None:
-        """Show the next question to the user, and send the answer to its rank. `pending`: the ranks of the call."""
+        """Show the next question to the user, and send the answer to its rank. `pending`: the ranks that have not
+        answered.
+        """
         rank = self._rank if self._rank in self._questions else min(self._questions)
         assert rank is not None
         question = self._questions[rank]

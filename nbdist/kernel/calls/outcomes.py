@@ -131,7 +131,7 @@ def rebuild(
 
     Args:
         rank, pid: The number of the rank, and its process.
-        message: The rank's message: the traceback as text, and simpler exceptions for the case that `parcel` fails.
+        message: The rank's message: the traceback as text, and substitutes in case `parcel` cannot be read.
         parcel: The pickled exception.
         originals: The objects that were sent by number.
     """

@@ -94,7 +94,7 @@ class Delta:
         """
         old, new = _flat(before), _flat(after)
         if old.keys() != new.keys():
-            raise ValueError(f"states must be of one model, got {min(old.keys() ^ new.keys())} in one of them alone")
+            raise ValueError(f"both states must be of one model, but only one has {min(old.keys() ^ new.keys())}")
         found = {name: _difference(name, old[name], new[name]) for name in new}
         changes = {name: one for name, one in found.items() if len(one.gone) or len(one.changed)}
         return cls(digest_before or digest_of(before), digest_after or digest_of(after), changes)
@@ -115,8 +115,7 @@ class Delta:
         """
         if (found := digest_of(state)) != self.before:
             raise ValueError(
-                f"`state` must be the one before this delta ({self.before}), got {found}: deltas are applied day "
-                "after day, none is left out"
+                f"`state` must have the digest {self.before}, got {found}: apply the deltas of all days in order"
             )
         rows = {name: _changed(one, self._changes.get(name)) for name, one in _flat(state).items()}
         made = {name: _like(value, name, rows) for name, value in state.items()}
@@ -252,8 +251,8 @@ def _difference(name: str, before: _Rows, after: _Rows) -> _Change:
         old = before.fields[field]
         if old.dtype != new.dtype or old.shape[1:] != new.shape[1:]:
             raise ValueError(
-                f"states must be of one model, got {name} of shape {tuple(old.shape)}, {old.dtype}, and then "
-                f"{tuple(new.shape)}, {new.dtype}"
+                f"both states must be of one model, but {name} is {old.dtype} of shape {tuple(old.shape)} in the "
+                f"first and {new.dtype} of shape {tuple(new.shape)} in the second"
             )
     old_bits, new_bits = _aligned(before, after.ids), {key: _bits(one) for key, one in after.fields.items()}
     differ = ~torch.isin(after.ids, before.ids, assume_unique=True)

@@ -55,8 +55,9 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
 
 
 def _coded_later(steps: Sequence[Step], index: int, columns: Sequence[set[str]]) -> list[str]:
-    """Return the columns that the join with the number `index` adds and that a later step replaces by codes, without
-    changes before. `columns` are the `needed` columns."""
+    """Return the columns that the join with the number `index` adds, that no step changes, and that a later step
+    then replaces by codes. `columns` are the `needed` columns.
+    """
     return [
         name
         for i, later in enumerate(steps)

@@ -293,8 +293,9 @@ class Workflow:
     def _rows(
         self, given: Input, wanted: Sequence[str], training: bool, memory_bytes: int, engine: Any, progress: bool
     ) -> tuple[Input, Sequence[Step]]:
-        """Return the rows that no `Filter` removes, after the last step that depends on other rows, and the steps after
-        it."""
+        """Apply the steps up to the last one that depends on other rows, with `Filter`s. Return the rows after it,
+        and the remaining steps.
+        """
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
         columns, done = needed(self.steps, wanted, training), 0

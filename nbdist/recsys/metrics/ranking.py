@@ -72,7 +72,7 @@ class Grouped(Metric):
         if indexes.is_floating_point() or indexes.dtype == torch.bool:
             raise ValueError(f"users must be integers, got {indexes.dtype}")
         if len(indexes) != len(preds):
-            raise ValueError(f"{len(preds)} predictions of {len(indexes)} users: give the user of each row")
+            raise ValueError(f"`indexes` must have the user of each of {len(preds)} rows, got {len(indexes)} users")
         if preds.shape == indexes.shape:
             check_finite("predictions", preds, indexes)  # names the user, too
         preds, target = checked_rows(preds, target)

@@ -66,7 +66,9 @@ def resolve(
     """
     found = {}
     if foreign := renew.keys() - grow.keys():
-        raise ValueError(f"renew: {min(foreign)!r} must be in `grow`, too, which says what its new rows begin as")
+        raise ValueError(
+            f"renew: {min(foreign)!r} must be in `grow`, too, which sets the initial values of its new rows"
+        )
     for name, parts in grow.items():
         keys = [key for key in weights if f".{key}".endswith((f".{name}", f".{name}.weight"))]
         if len(keys) != 1:

@@ -1,4 +1,4 @@
-"""Tables of raw ids in checkpoints, a file of each rank, and as a whole on one rank."""
+"""Tables of raw ids: saved to a checkpoint with a file for each rank, and gathered on one rank."""
 
 from __future__ import annotations
 

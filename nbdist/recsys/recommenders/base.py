@@ -260,7 +260,9 @@ class Recommender(abc.ABC):
         return torch.from_numpy(codes)
 
     def _similarities(self, items: Ragged) -> Tensor:
-        """Return a score for each list of one item and each item, shape (lists, items)."""
+        """Return a score for each of `items`, which are lists with one item, and each item of the log; shape
+        (lists, items).
+        """
         return self._scores(items)
 
     @abc.abstractmethod

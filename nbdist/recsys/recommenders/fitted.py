@@ -261,7 +261,7 @@ class FittedRecommender:
         """
         check_count(k, least=1, name="`k`")
         if history == self._columns.user:
-            raise ValueError(f"`history` must be another name than the users' column's, got {history!r}")
+            raise ValueError(f"`history` must differ from the name of the users' column, got {history!r}")
         taken = part_of(self.model.taken, torch.from_numpy(codes_of(self._users, self.model.users)))
         lists = {"taken": taken, "seen": self._seen}
         arrays = {f"{what}.values": one.values.numpy() for what, one in lists.items()}

@@ -108,7 +108,7 @@ def test_users_without_positives_are_left_out_with_a_warning() -> None:
         ([0.1, -math.inf], [0, 1], [3, 7], "the first is -inf in row 1"),
         ([0.1, 0.2], [0, 2], [3, 7], "must be labels, 0 or 1, or booleans, got 2 in row 1"),
         ([0.1, 0.2], [0, 1], [3.0, 7.0], "users must be integers, got torch.float32"),
-        ([0.1, 0.2], [0, 1], [3], "2 predictions of 1 users"),
+        ([0.1, 0.2], [0, 1], [3], "user of each of 2 rows, got 1 users"),
         ([[0.1, 0.2], [0.1, 0.2]], [[0, 1], [1, 0]], [3, 7], r"must have one column, got the shape \(2, 2\)"),
     ],
 )

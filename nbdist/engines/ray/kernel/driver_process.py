@@ -259,7 +259,9 @@ def acquire(
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:
-    """Return the address of a Ray on this machine, which ends with this process, and the variables that open it."""
+    """Return the address of a Ray on this machine, which ends with this process, and the variables that give access
+    to it.
+    """
     with _lock:
         process, address, token = private_rays.get(os.getpid(), (None, "", ""))
         if process is None or process.poll() is not None:

@@ -155,7 +155,7 @@ class Step:
         raise NotImplementedError
 
     def _check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
-        """Raise `ValueError` if columns do not exist, or are not numbers (or booleans)."""
+        """Raise `ValueError` if a column does not exist, or has values other than numbers and booleans."""
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
             if not schema[name].is_numeric() and not (booleans and schema[name] == pl.Boolean()):
@@ -164,7 +164,9 @@ class Step:
                 )
 
     def _check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
-        """Raise `ValueError` if columns do not exist, or are not integers, strings, booleans or categoricals."""
+        """Raise `ValueError` if a column does not exist, or has values other than integers, strings, booleans and
+        categoricals.
+        """
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
             if isinstance(schema[name], pl.List):
@@ -203,7 +205,7 @@ class Step:
         """Raise `ValueError` if the step cannot continue from the state of a previous workflow."""
 
     def check_training(self, names: Collection[str], rows: TrainingRows, state: State) -> None:
-        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these are other rows.
+        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these rows are different.
 
         All ranks must call it.
 
