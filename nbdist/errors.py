@@ -364,7 +364,7 @@ def _call_site(tb: types.TracebackType | None) -> list[str]:
 
 
 def summary(exc: BaseException) -> str:
-    """Describe an exception in a line: the rank that raised it, its type, the first line of its text."""
+    """Describe an exception in one line: the rank that raised it, its type, and the first line of its text."""
     remote = exc.__cause__
     who = f"rank {remote.rank} (pid {remote.pid}) raised " if isinstance(remote, RemoteTraceback) else ""
     return f"{who}{type(exc).__name__}: {text_of(exc).partition(chr(10))[0]}"

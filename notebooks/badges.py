@@ -1,6 +1,6 @@
 """Badges below a notebook's title, which open the notebook in Colab and in Kaggle.
 
-python notebooks/badges.py    gives all notebooks the badges of the repository in pyproject.toml, or removes them without one
+python notebooks/badges.py    gives all notebooks the badges of the repository in pyproject.toml, if it has one
 """
 
 from __future__ import annotations

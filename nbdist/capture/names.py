@@ -26,7 +26,7 @@ _BY_NAME = frozenset(
 
 
 def importable(obj: Any) -> bool:
-    """Return whether importing its module gives a reader the same function or class."""
+    """Return whether a reader gets the same function or class by importing its module."""
     name = text(obj, "__module__")
     module = sys.modules.get(name) if name != "__main__" else None
     if module is None or travels_by_value(module):
@@ -41,7 +41,8 @@ def importable(obj: Any) -> bool:
 
 
 def travels_by_value(module: Any) -> bool:
-    """Return whether no import gives the module, or `cloudpickle.register_pickle_by_value` was called for it.
+    """Return whether a module must be sent by value: it cannot be imported, or `cloudpickle.register_pickle_by_value`
+    was called for it.
 
     `cloudpickle.register_pickle_by_value` may also have been called for a package that contains the module.
     """

@@ -80,7 +80,7 @@ def itself(value: Any) -> Any:
 
 
 def nothing(*args: Any) -> None:
-    """Return None. A pickle uses this function to have its arguments read in order."""
+    """Return None. A pickle calls this function to make its reader read the arguments in order."""
 
 
 # -------------------------------------------------------------------------------------------------------- names

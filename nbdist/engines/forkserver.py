@@ -56,13 +56,13 @@ Variables = frozenset[tuple[str, str]]
 
 
 def read_at_import(environ: Mapping[str, str]) -> Variables:
-    """Return the variables in `environ` that a rank can only inherit from the fork server."""
+    """Return the variables in `environ` that take effect only if the fork server has them, too."""
     names = [name for name in environ if name.startswith(READ_AT_IMPORT) and not _HOLD.fullmatch(name)]
     return frozenset((name, environ[name]) for name in names)
 
 
 class WatchesFolders(Protocol):
-    """An object whose process outlives this one if this one is killed."""
+    """An object with a process that lives on if this process is killed."""
 
     def watch_folder(self, folder: str) -> None:
         """Remove a folder if this process is killed."""

@@ -81,7 +81,7 @@ class Keeper:
         self._leave()
 
     def _work_for(self, origin: Origin) -> None:
-        """Make ranks that start from now on work for a process with this state."""
+        """Store the state of the process that ranks work for; ranks that start from now on adopt it."""
         self._origin = origin
         forkserver.for_notebook(origin.notebook)
         os.environ.clear()

@@ -144,8 +144,9 @@ class Server:
         return True
 
     def _retire(self) -> bool:
-        """Stop taking requests; return whether none has arrived in the last moment. The kernel starts another server
-        when it needs one."""
+        """Stop taking requests. Return False if a request has arrived at the last moment. The kernel starts another
+        server when it needs one.
+        """
         self._control.sock.shutdown(socket.SHUT_RD)
         try:
             return not self._control.sock.recv(1, socket.MSG_PEEK)

@@ -229,7 +229,7 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """Map `size` zero bytes that all ranks share. `size` must be equal on all ranks.
+        """Map memory that all ranks share, filled with zeros. The `size` in bytes must be equal on all ranks.
 
         Raises `MemoryError` if they do not fit.
         """

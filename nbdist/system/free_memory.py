@@ -48,7 +48,9 @@ def check_fits(size: int, what: str) -> None:
 
 
 def refused(size: int, what: str, number: int) -> MemoryError:
-    """Return the error for `size` bytes of `what` that the system has refused, with its error number."""
+    """Return the error for `size` bytes of `what` that the system has refused. `number` is the system's error
+    number.
+    """
     limit = None
     if number == errno.ENOMEM:
         limit = address_space()

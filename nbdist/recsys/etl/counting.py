@@ -18,8 +18,8 @@ def count_values(
     """Return a query that counts the values of a column, or of its lists: `value`, null included, and `count`.
 
     Args:
-        table: A table that has the column, to be joined by the key `on`. For the count, the table is not joined: its
-            keys are counted, and the counts are added up over the rows of the table.
+        table: A table that has the column, and is joined to the rows by the key `on`. The count needs no join: it
+            counts the keys in the rows, and then adds up these counts over the rows of the table.
     """
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     plain = pl.String if isinstance(inner, (pl.Categorical, pl.Enum)) else inner

@@ -61,8 +61,9 @@ class Part:
         return self.slice(self.start, self.rows)
 
     def collect(self, queries: Sequence[pl.LazyFrame], engine: Any) -> list[pl.DataFrame]:
-        """Return the results of queries on `scan`; raise `ValueError` with the name of the part if it cannot be
-        read."""
+        """Return the results of queries on `scan`. If the rows cannot be read, raise `ValueError` with the name of
+        their file.
+        """
         try:
             return pl.collect_all(queries, engine=engine)
         except pl.exceptions.PolarsError as error:

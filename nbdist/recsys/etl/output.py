@@ -296,7 +296,7 @@ def _arrow(frame: pl.DataFrame) -> pa.Table:
 
 
 def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
-    """Return the name and the type in Parquet of the values of a column; for lists, of the values in the lists."""
+    """Return the name and the Parquet type of a column's values; for a column of lists, of the values in the lists."""
     return _leaf(f"{name}.list.element", dtype.value_type) if pa.types.is_large_list(dtype) else (name, dtype)
 
 

@@ -97,7 +97,7 @@ def _state(column: Column) -> list[tuple[int, int]]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor, as autograd counts them; -1 if autograd does not count."""
+    """Return autograd's count of writes to a tensor; -1 if autograd does not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -223,7 +223,8 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
         lengths.append(column.lengths if isinstance(column, Ragged) else torch.ones_like(column, dtype=torch.int64))
         if values[-1].dtype != values[0].dtype:
             raise ValueError(
-                f"column {key!r} is {values[-1].dtype}, {keys[0]!r} is {values[0].dtype}: cast one of them"
+                f"columns must have one dtype, got {values[-1].dtype} in {key!r} and {values[0].dtype} in {keys[0]!r}: "
+                "cast one of them"
             )
     return KeyedJaggedTensor(
         keys=list(keys),

@@ -78,7 +78,10 @@ class MemoryLoader(Loader):
         first = next(iter(self.table))
         for name, column in self.table.items():
             if rows_of(column) != self.rows:
-                raise ValueError(f"column {name!r} has {rows_of(column)} rows, {first!r} has {self.rows}")
+                raise ValueError(
+                    f"columns must have equal numbers of rows, got {rows_of(column)} in {name!r} and {self.rows} in "
+                    f"{first!r}"
+                )
         super().__init__(
             batch_size,
             shuffle=shuffle,

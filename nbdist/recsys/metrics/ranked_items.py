@@ -57,7 +57,9 @@ def ranking_metrics(
         )
     k = ranked.shape[1] if k is None else k
     if len(ranked) != len(relevant.lengths):
-        raise ValueError(f"{len(ranked)} users with ranked items, and {len(relevant.lengths)} with relevant ones")
+        raise ValueError(
+            f"`relevant` must have a list for each of {len(ranked)} users, got {len(relevant.lengths)} lists"
+        )
     if not 1 <= k <= ranked.shape[1]:
         raise ValueError(f"`k` must be 1 to {ranked.shape[1]}, the number of ranked items, got {k}")
     relevant = Ragged(relevant.values.to(ranked.device), relevant.offsets.to(ranked.device))

@@ -21,8 +21,9 @@ from .row_steps import step_rows
 
 
 def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
-    """Return the tables with sparse gradients, by the names of their weights, and whether ranks can share all of
-    them."""
+    """Return the tables with sparse gradients, by the names of their weights; and whether ranks can share all these
+    tables.
+    """
     sparse: dict[str, Any] = {
         f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()

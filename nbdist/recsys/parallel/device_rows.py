@@ -58,7 +58,7 @@ class RowSteps:
 
 
 def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> FusedAdagrad | None:
-    """Return the step in one kernel, if this process can compile it."""
+    """Return an object that updates the tables in one Triton kernel; None if this process cannot compile the kernel."""
     device, width = tables[0].device, tables[0].shape[1]
     if not FUSED or device.type != "cuda" or not all(one.is_contiguous() for one in (*tables, *sums)):
         return None

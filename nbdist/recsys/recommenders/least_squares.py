@@ -60,7 +60,7 @@ class LeastSquares:
     def solve(self, blocks: Iterable[Block], vectors: Tensor, found: Tensor, steps: int | None) -> None:
         """Write the solution for each list into its row of `found`, shape (lists, dim).
 
-        With `steps`, the vectors in `found` are improved by this number of steps of conjugate gradients instead.
+        With `steps`, improve the vectors in `found` by this number of steps of conjugate gradients instead.
         """
         everyone = self._everyone(vectors)
         for block, gathered, ridge in self._gathered(blocks, vectors):

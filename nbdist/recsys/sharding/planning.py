@@ -129,8 +129,9 @@ class Planner:
         memory: int,
         left: str,
     ) -> tuple[ShardingPlan, Plan]:
-        """Plan for ranks that may use `memory` bytes each. `left` is a text for the error: the use of the other free
-        bytes."""
+        """Plan for ranks that may use `memory` bytes each. `left` is a text for the error about the free bytes that
+        the plan may not use.
+        """
         nranks, chosen = topology.world_size, _Chosen()
         planner = EmbeddingShardingPlanner(
             topology=topology,

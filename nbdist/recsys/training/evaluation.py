@@ -250,7 +250,7 @@ def update(
             )
         rows.append(users)
     if weights and not isinstance(metric, (Grouped, AUC, LogLoss, RMSE)):
-        raise TypeError(f"{name}: {type(metric).__name__} takes no weights, and predict returns some")
+        raise TypeError(f"{name}: {type(metric).__name__} takes no weights, but `predict` returns some")
     metric.update(*rows, *weights)
 
 

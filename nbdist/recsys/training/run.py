@@ -89,8 +89,9 @@ class Run:
         self._alike = [len({partition.size(rank, i) for partition, rank in everyone}) == 1 for i in range(len(train))]
 
     def ends_epoch(self, batches: Sequence[tuple[int, Any]]) -> bool:
-        """Return whether these are the last batches of an epoch. The next epoch may be divided differently among the
-        ranks."""
+        """Return whether these are the last batches of an epoch, because the next epoch may be divided differently
+        among the ranks.
+        """
         return batches[-1][0] == len(self._sizes) - 1
 
     @property

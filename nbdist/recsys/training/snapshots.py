@@ -168,8 +168,7 @@ class Snapshots:
         if not self.resume:
             raise ValueError(
                 f"{self.folder} has snapshots of a run, the newest {newest.name}: give resume=True to continue from "
-                "it, "
-                "or another folder"
+                "it, or another folder"
             )
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
         for name in ("step", "world_size"):

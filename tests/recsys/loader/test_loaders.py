@@ -319,7 +319,7 @@ def test_frames() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ({"a": torch.arange(3), "b": torch.arange(4)}, ValueError, "'b' has 4 rows, 'a' has 3"),
+        ({"a": torch.arange(3), "b": torch.arange(4)}, ValueError, "got 4 in 'b' and 3 in 'a'"),
         ({"a": {1, 2}}, TypeError, "'a' is a set"),
         ({"a": torch.tensor(1)}, TypeError, "'a' is a Tensor"),
         ({}, ValueError, "no columns"),

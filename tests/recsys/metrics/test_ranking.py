@@ -213,7 +213,7 @@ def test_in_a_training_run(session: Session) -> None:
         assert found["recall"] == pytest.approx(5 / 7) and found["auc"] != padded["auc"]
         without_users = lambda *args: (*with_weights(*args)[:2], None, with_weights(*args)[3])  # noqa: E731
         assert evaluate(model, without_users, loader, {"auc": AUC()})["auc"] == pytest.approx(found["auc"])
-        with pytest.raises(TypeError, match="mse: MeanSquaredError takes no weights, and predict returns some"):
+        with pytest.raises(TypeError, match="mse: MeanSquaredError takes no weights, but `predict` returns some"):
             evaluate(model, without_users, loader, {"mse": MeanSquaredError()})
         return history[-1].metrics, padded
 

@@ -364,7 +364,9 @@ def packed(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _alike(one: Event, other: Event) -> bool:
-    """Return whether two ranks have sent equal messages. Messages of different classes can be equal as tuples."""
+    """Return whether two ranks have sent equal messages of the same class. (Messages of different classes may be
+    equal as tuples.)
+    """
     return type(one[2]) is type(other[2]) and one[2:] == other[2:]
 
 
