@@ -295,7 +295,7 @@ def _unpacked(packed: Mapping[str, Any]) -> _Change:
 
 
 def _planes(integers: Tensor) -> Tensor:
-    """Return the bytes of integers, shape (bytes of each, integers)."""
+    """Split integers into bytes, shape (bytes of an integer, number of integers)."""
     return integers.contiguous().reshape(-1, 1).view(torch.uint8).T.contiguous()
 
 

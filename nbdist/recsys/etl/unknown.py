@@ -57,8 +57,8 @@ def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
         for name, vocabulary in known.items():
             if vocabulary.size > len(weight):
                 raise ValueError(
-                    f"column {name!r} has {vocabulary.size} codes, but its table has only {len(weight)} rows: the model "
-                    "was trained with another workflow"
+                    f"column {name!r} has {vocabulary.size} codes, but its table has only {len(weight)} rows: the "
+                    "model was trained with another workflow"
                 )
         if len({vocabulary.num_buckets for vocabulary in known.values()}) > 1:
             raise ValueError(
