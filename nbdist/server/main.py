@@ -19,9 +19,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main(fd: str, kind: str, kernel: str, scratch: str, state: str = "") -> None:
     """Serve on the socket whose descriptor is `fd`, for a "notebook" or a "script".
 
-    `kernel` is a descriptor that reports the end of the process for which the server works. `scratch` names a folder
-    for files of the ranks' processes, which exists while there are ranks. If this server replaces another one, `state`
-    is the state of that server.
+    `kernel` is a descriptor that becomes readable when the process that the server works for ends. `scratch` names a
+    folder for files of the ranks' processes, which exists while there are ranks. If this server replaces another one,
+    `state` is the state of that server.
     """
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that

@@ -34,7 +34,7 @@ def check_platform() -> None:
 
 
 def many_ranks(nranks: int, cores: int) -> str:
-    """Return a notice about the cost of ranks that are many more than the cores; an empty string for fewer ranks.
+    """Return a notice about the cost if there are many more ranks than cores; otherwise an empty string.
 
     A rank uses 7 to 10 MB of its own (benchmarks/results/launch.md).
     """

@@ -28,8 +28,8 @@ def follow(
     Args:
         folder: The folder. It need not exist yet.
         after: Files to leave out, by name or path, such as files that the model has already learned from.
-        poll_seconds: Seconds from one look at the folder to the next.
-        timeout: Seconds without a new file after which the iteration ends. None: it has no end.
+        poll_seconds: The number of seconds between two looks at the folder.
+        timeout: The iteration ends after this number of seconds without a new file. None: it never ends.
 
     Raises:
         TypeError, ValueError: `poll_seconds` is not a number above 0, or `timeout` is below 0.

@@ -38,9 +38,9 @@ def follow_kafka(
         options: The options of `confluent_kafka.Consumer`, such as
             ``{"bootstrap.servers": "kafka:9092", "group.id": "clicks"}``. A group without a position begins with the
             oldest message.
-        max_rows: Rows of a frame, at most.
-        seconds: Seconds after its first row after which a frame is yielded, full or not.
-        timeout: Seconds without a message after which the iteration ends. None: it has no end.
+        max_rows: The largest number of rows of a frame.
+        seconds: The longest time, in seconds, that a frame waits for more rows after its first row.
+        timeout: The iteration ends after this number of seconds without a message. None: it never ends.
 
     Raises:
         ImportError: confluent-kafka is not installed: `pip install "nbdist[kafka]"`.

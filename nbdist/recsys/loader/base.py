@@ -87,7 +87,7 @@ class Loader(Adapter):
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"`prefetch` must be at least 0, got {prefetch}")
         if pin_memory and not torch.cuda.is_available():
-            raise ValueError("pin_memory=True needs a GPU: there is none that memory could be pinned for")
+            raise ValueError("pin_memory=True needs a GPU, and this process has none")
         self.batch_size, self.shuffle, self.remainder = batch_size, shuffle, remainder
         self.transform, self.prefetch, self.pin_memory = transform, prefetch, pin_memory
         self.keyed = [keyed] if isinstance(keyed, str) else list(keyed)

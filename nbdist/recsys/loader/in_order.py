@@ -61,7 +61,7 @@ class InOrder(Partition):
 
 @functools.lru_cache(maxsize=4)
 def _starts(division: InOrder, rank: int) -> list[int]:
-    """Return the first position of each step of a rank, and the end of the last one."""
+    """Return the first position of each step of a rank, and the end of its last step."""
     sizes = (division.size(rank, step) for step in range(division.steps))
     return list(itertools.accumulate(sizes, initial=0))
 
