@@ -192,7 +192,7 @@ class SharedCollectives:
         """
         if not self.usable:
             raise RuntimeError(
-                "a collective after another has failed, or after the end of its process group: wrap the model again"
+                "an earlier collective has failed, or the process group has ended: wrap the model again, in the new group"
             )
         # The next piece goes into the other half while ranks still read this one. The one after it may take the place
         # of this: a rank that has sent the next has read this.

@@ -29,7 +29,7 @@ class CountedIds:
         return rows
 
     def note(self, rows: Tensor, batch: int) -> None:
-        """Count one occurrence in a batch for each element of `rows`; a row may be in it several times."""
+        """Count one occurrence in a batch for each element of `rows`, which may contain a row several times."""
         self._counts.index_add_(0, rows, torch.ones_like(rows))
         self._last.index_fill_(0, rows, batch)
 
