@@ -191,9 +191,7 @@ class SharedCollectives:
             size: The bytes of each rank's part, equal on all ranks, or `_UNEQUAL`.
         """
         if not self.usable:
-            raise RuntimeError(
-                "an earlier collective has failed, or the process group has ended: wrap the model again, in the new group"
-            )
+            raise RuntimeError("an earlier collective has failed, or the process group has ended: wrap the model again")
         # The next piece goes into the other half while ranks still read this one. The one after it may take the place
         # of this: a rank that has sent the next has read this.
         count, self._count = self._count, -1  # for good, if this is interrupted: the ranks are out of step then
