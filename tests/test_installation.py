@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 @functools.cache
 def script(path: str) -> ModuleType:
-    """Import a file that is in no package, such as that of `nox`, which looks for interpreters at its import."""
+    """Import a file that is in no package, such as `noxfile.py`, which looks for interpreters at its import."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -49,7 +49,7 @@ _training = _Training()
 
 
 def patch_distributed(module: types.ModuleType) -> Originals:
-    """Replace fastai's functions by those of this module, unless they are replaced already."""
+    """Replace fastai's functions by the functions of this module, unless they are replaced already."""
     global _fastai, _training
     if module.DistributedDL._broadcast.__module__ == __name__:
         return []

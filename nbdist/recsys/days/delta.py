@@ -1,8 +1,8 @@
 """The difference of a model's weights from one day to the next: rows of tables, and dense weights.
 
-A tensor is treated as rows. A row that has changed is stored as the exclusive or of its old and new bits, most of which
-are zeros after small steps. The rows of a table of raw ids are identified by their ids. The file has the first bytes of
-all numbers, then all second bytes, and so on, compressed by zstd.
+A tensor is treated as rows. A row that has changed is stored as the exclusive or of its old and new bits. After small
+steps, most bits of the result are zeros. The rows of a table of raw ids are identified by their ids. The file has the
+first bytes of all numbers, then all second bytes, and so on, compressed by zstd.
 """
 
 from __future__ import annotations
