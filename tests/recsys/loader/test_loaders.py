@@ -714,7 +714,7 @@ def test_arrays_in_descending_order() -> None:
 
 
 def test_lists_of_lists_of_other_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="column 'l' must have lists of lists of equal lengths, got 2 and 1: fill"):
+    with pytest.raises(ValueError, match="column 'l' must have lists of lists of equal lengths, got 2 and 1: pad"):
         MemoryLoader(pl.DataFrame({"l": [[[1], [2]], [[3]]]}), 1)
     with pytest.raises(ValueError, match=r"column 'l' has lists with 1 null\(s\)"):
         MemoryLoader(pl.DataFrame({"l": [[[1], None]]}), 1)

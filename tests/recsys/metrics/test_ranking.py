@@ -121,7 +121,7 @@ def test_rows_that_are_refused(scores: Any, taken: Any, users: Any, message: str
 @pytest.mark.parametrize(
     ("ranked", "relevant", "k", "message"),
     [
-        (torch.zeros(2, 3, dtype=torch.int64), [[1]], None, "2 users with ranked items, and 1 with relevant"),
+        (torch.zeros(2, 3, dtype=torch.int64), [[1]], None, "a list for each of 2 users, got 1 lists"),
         (torch.zeros(1, 3, dtype=torch.int64), [[1]], 4, "`k` must be 1 to 3, .* got 4"),
         (torch.zeros(1, 3, dtype=torch.int64), [[]], None, "an item for at least one user, got none"),
         (torch.full((1, 3), math.nan), [[1]], None, "items must be integers"),
