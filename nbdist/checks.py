@@ -11,7 +11,7 @@ from typing import Any
 
 
 def check_count(value: Any, *, least: int, name: str) -> int:
-    """Return `value`, an integer of at least `least`; raise `TypeError` or `ValueError` for any other."""
+    """Return `value` if it is an integer of at least `least`; otherwise raise `TypeError` or `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {shown(value)}")
     if value < least:
@@ -20,7 +20,9 @@ def check_count(value: Any, *, least: int, name: str) -> int:
 
 
 def check_number(value: Any, *, above: float | None = None, least: float = 0, name: str, unit: str = "") -> None:
-    """Raise `TypeError` or `ValueError` unless `value` is finite and above `above`, or else at least `least`."""
+    """Raise `TypeError` or `ValueError` unless `value` is finite and within its bound: above `above` if that is
+    given, otherwise at least `least`.
+    """
     what = f"a number{f' of {unit}' if unit else ''}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be {what}, got {shown(value)}")

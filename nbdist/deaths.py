@@ -43,7 +43,7 @@ def describe_status(status: int | None) -> str:
 
 
 def lost_in_import(modules: Sequence[str], status: int) -> str:
-    """Describe the end of the fork server, with this wait status, while it imported modules for a rank."""
+    """Describe the end of the fork server, given its wait status, while it imported modules for a rank."""
     ended = describe_status(status) if status < 0 else f"ended with exit code {status}"
     which = "one of " if len(modules) > 1 else ""
     return f"was never started: the fork server {ended} while it imported {which}{', '.join(modules)}"

@@ -149,7 +149,7 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
 
 
 def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
-    """Return how many GPUs, or parts of GPUs, ranks with this environment may use."""
+    """Return the number of GPUs, or of parts of GPUs, that ranks with this environment may use."""
     if entries is not None and all(entry.startswith("MIG-") for entry in entries):
         return len(entries)  # parts: a process sees the first only
     if entries is None or environ.get(VISIBLE) == os.environ.get(VISIBLE):
@@ -208,7 +208,7 @@ def own_gpus(devices: Sequence[str], visible: str | None) -> list[str]:
 
 
 def shared(devices: Sequence[str]) -> bool:
-    """Return whether several ranks use one GPU, or parts of GPUs."""
+    """Return whether several ranks share a GPU, or ranks use parts of GPUs."""
     return len(set(devices)) < len(devices) or devices[0].startswith("MIG-")
 
 

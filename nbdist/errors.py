@@ -1,12 +1,12 @@
 """Errors of a call, as users see them.
 
 Exception
-└── NbdistError          base of everything nbdist raises on its own account
+└── NbdistError base of all errors that nbdist itself raises
     ├── CaptureError     something that the call needs cannot be pickled
     ├── NotFinite        a loss, gradient or parameter is NaN or infinite
     ├── RankDied         a rank's process ended without an answer
-    ├── RankMismatch     what must be alike on all ranks is not
-    ├── RankStuck        ranks of a call wait for what cannot come
+    ├── RankMismatch a value that must be equal on all ranks is not
+    ├── RankStuck ranks of a call wait for something that will never happen
     ├── RankTimeout      a call took longer than its `timeout`
     └── WorkerDied       a worker of a pool, or of `parallel_map`, ended without an answer
 
@@ -42,7 +42,7 @@ _BETWEEN = re.compile(
 
 
 class NbdistError(Exception):
-    """Base class of the errors nbdist raises on its own account.
+    """Base class of all errors that nbdist itself raises.
 
     Examples:
         >>> from nbdist import Session
@@ -76,8 +76,9 @@ class CaptureError(NbdistError):
     value: Any = None
 
     def with_value(self, value: Any) -> CaptureError:
-        """Store the readable parts of a function's value in the error and mention them in its text, unless `value` is
-        None."""
+        """Store the readable parts of a function's value in the error, and mention them in its text. None: there
+        are none.
+        """
         if value is None:
             return self
         said = (
@@ -156,7 +157,7 @@ class RankDied(NbdistError):
 
 
 class RankMismatch(NbdistError):
-    """Something that must be alike on all ranks is not, or all ranks train on the same rows; see `check="ranks"`.
+    """A value that must be equal on all ranks is not, or all ranks train on the same rows; see `check="ranks"`.
 
     Attributes: `step`, the step of the optimizer, from 1; `tensor`, the name of the parameter or buffer, or "rows";
     `ranks`, the ranks that differ from most others, or that have the same rows.
@@ -216,7 +217,7 @@ class WorkerDied(NbdistError):
     """A worker of a pool, or of `parallel_map`, ended before it answered.
 
     Attributes: `name`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `doing` (the item
-    that the worker was at, if known), `reason` (why the worker could not be started).
+        that the worker was processing, if known), `reason` (why the worker could not be started).
 
     Examples:
         >>> import os
@@ -309,8 +310,8 @@ def entry_class(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def _is_meant(exc: BaseException) -> bool:
-    """Return whether a traceback needs no frames of nbdist: for a rank's exception, an interrupt, one raised on
-    purpose.
+    """Return whether a traceback needs no frames of nbdist: for a rank's exception, an interrupt, or an error that
+    nbdist raises on purpose.
 
     Any other exception may be a defect of nbdist, or of the user's code, such as a `__reduce__`: its frames are shown.
     """
@@ -341,7 +342,7 @@ def render(exc: BaseException) -> list[str]:
 
 
 def drop_last_frames(tb: types.TracebackType | None, folder: str) -> None:
-    """Remove frames of files in a folder from the end of a traceback that has others, too."""
+    """Remove the frames of files in a folder from the end of a traceback, unless it has no other frames."""
     last = None
     while tb is not None:
         if not tb.tb_frame.f_code.co_filename.startswith(folder):
@@ -352,7 +353,7 @@ def drop_last_frames(tb: types.TracebackType | None, folder: str) -> None:
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:
-    """Return the innermost frame outside nbdist and its callers, as a traceback shows it."""
+    """Return the innermost frame outside nbdist, with its callers, as a traceback shows it."""
     frames = [f for f in traceback.extract_tb(tb) if not _BETWEEN.search(f.filename)]
     if not frames or (frames[-1].line or "").startswith("get_ipython().run_cell_magic("):  # the rank's traceback has it
         return []
@@ -363,7 +364,7 @@ def _call_site(tb: types.TracebackType | None) -> list[str]:
 
 
 def summary(exc: BaseException) -> str:
-    """Describe an exception in a line: the rank that raised it, its type, the first line of its text."""
+    """Describe an exception in one line: the rank that raised it, its type, and the first line of its text."""
     remote = exc.__cause__
     who = f"rank {remote.rank} (pid {remote.pid}) raised " if isinstance(remote, RemoteTraceback) else ""
     return f"{who}{type(exc).__name__}: {text_of(exc).partition(chr(10))[0]}"

@@ -1,6 +1,6 @@
-"""Badges below a notebook's title, which open it in Colab and in Kaggle. Without a public repository there are none.
+"""Badges below a notebook's title, which open the notebook in Colab and in Kaggle.
 
-python notebooks/badges.py    puts the badges of pyproject.toml's repository into all notebooks, or takes them out
+python notebooks/badges.py    gives all notebooks the badges of the repository in pyproject.toml, if it has one
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PLACES = {
 BADGES = re.compile(r"(^\[!\[Open in .*\n)+\n?", re.MULTILINE)
 
 
-def repository() -> str:
-    """`OWNER/NAME` on GitHub, from the URL `Repository` in pyproject.toml; empty where it has none."""
-    project = nox.project.load_toml(NOTEBOOKS.parent / "pyproject.toml")["project"]
-    address: str = project.get("urls", {}).get("Repository", "")
+def repository(pyproject: Path = NOTEBOOKS.parent / "pyproject.toml") -> str:
+    """Return `OWNER/NAME` on GitHub, from the URL `Source` in pyproject.toml; an empty string if it has none."""
+    project = nox.project.load_toml(pyproject)["project"]
+    address: str = project.get("urls", {}).get("Source", "")
     return address.removeprefix("https://github.com/").strip("/")
 
 
 def with_badges(text: str, name: str, repository: str) -> str:
-    """A notebook's first text, with badges below the title if there is a repository, and without others."""
+    """Return a notebook's first text with badges of this repository below the title; without badges if it is empty."""
     title, _, rest = BADGES.sub("", text).partition("\n\n")
     file = f"{repository}/blob/main/notebooks/{name}.ipynb"
     badges = "\n".join(f"[![Open in {place}]({picture})]({opens}{file})" for place, (picture, opens) in PLACES.items())

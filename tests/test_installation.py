@@ -20,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @functools.cache
-def noxfile() -> ModuleType:
-    """The file of `nox`, which looks for interpreters when it is imported."""
-    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+def script(path: str) -> ModuleType:
+    """Import a file that is in no package, such as `noxfile.py`, which looks for interpreters at its import."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,8 +34,8 @@ FLOORS = re.compile(r"([A-Za-z0-9_.-]+)(?:\[.*?\])?>=([0-9.]+)")
 
 def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The packages that pip would install, and those present: an environment of names and versions without files."""
-    about = noxfile().ENVIRONMENTS[name]
-    python = noxfile().interpreter(about["python"])
+    about = script("noxfile.py").ENVIRONMENTS[name]
+    python = script("noxfile.py").interpreter(about["python"])
     if not Path(python).is_absolute():
         pytest.skip(f"no Python {about['python']} here")
     subprocess.run([python, "-m", "venv", "--without-pip", folder / "there"], check=True)
@@ -105,7 +105,7 @@ def test_uv_uses_the_indexes_of_pip(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("present", ["", '\n[project.urls]\nRepository = "https://github.com/other/name"\n'])
+@pytest.mark.parametrize("present", ["", '\n[project.urls]\nSource = "https://github.com/other/name"\n'])
 def test_release_links_to_the_repository_that_builds_it(present: str, tmp_path: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text + present)
@@ -130,6 +130,16 @@ def test_release_links_to_the_repository_that_builds_it(present: str, tmp_path: 
         "Changelog": f"{address}/blob/v0.1.0/CHANGELOG.md",
         "Issues": f"{address}/issues",
     }
+    assert script("notebooks/badges.py").repository(tmp_path / "pyproject.toml") == "someone/nbdist"
     before = nox.project.load_toml(ROOT / "pyproject.toml")
     before["project"].pop("urls", None)
     assert about == before
+
+
+def test_source_distribution_has_what_the_tests_read() -> None:
+    """The unpacked source distribution passes `make quick`. The build adds its own files, such as the license."""
+    included = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    names = {name.split("/")[1] for name in included} | {"README.md", "LICENSE", "pyproject.toml"}
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")]
+    read = {name.split("/")[0] for text in texts for name in re.findall(r'\bROOT / f?"([^"]+)', text)}
+    assert {name for name in read if (ROOT / name).exists()} <= names | {"build"}

@@ -149,7 +149,7 @@ _taken: set[str] = set()
 
 
 def _gone(pickler: Pickler) -> tuple[str, ...]:
-    """Return the names in `_taken` that the notebook has no longer, and add the names that `pickler` has sent."""
+    """Add the names that `pickler` has sent to `_taken`. Return the names in it that the notebook no longer has."""
     main = main_namespace()
     defined = (obj.__qualname__.partition(".")[0] for obj in pickler.originals if hasattr(obj, "__qualname__"))
     _taken.update(name for name in (*pickler.captured, *defined) if name in main)

@@ -64,7 +64,7 @@ _BUILDERS = {
 
 
 def _builder(cls: Any) -> str:
-    """Return the library that has made more of a class than its attributes show; empty if none has."""
+    """Return the library that keeps more about a class than its attributes show; empty if none does."""
     if "_sa_class_manager" in vars(cls) or "_sa_registry" in vars(cls):  # mapped, or a base of what is
         return "SQLAlchemy"
     kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(cls).__mro__)
@@ -72,8 +72,9 @@ def _builder(cls: Any) -> str:
 
 
 def _take_fields(attributes: dict[str, Any], namespace: dict[str, Any]) -> Any:
-    """Take the fields of a structure of ctypes out of its attributes, which has a descriptor for each, and move the
-    options of its layout into the namespace, where they must be before the fields are set."""
+    """Separate the fields of a ctypes structure from its attributes, which contain a descriptor for each field. Move
+    the options of the layout into the namespace, because they must be set before the fields.
+    """
     fields = attributes.pop("_fields_", [])
     for name in ("_anonymous_", "_pack_", "_align_", "_layout_"):
         if name in attributes:
@@ -89,7 +90,7 @@ def _make_c_class(name: str, bases: tuple[type, ...], namespace: dict[str, Any])
 
 
 def set_fields(cls: Any, fields: Any) -> None:
-    """Set the fields of a structure of ctypes, which can be set once."""
+    """Set the fields of a ctypes structure, which can be set only once."""
     if "_fields_" not in vars(cls):
         cls._fields_ = fields
 

@@ -1,8 +1,8 @@
 """Definitions in pickles: functions, classes, modules and closures of the notebook by value.
 
 All functions of the notebook find their globals in the rank's `__main__`. The globals that they use are sent, too, once
-each, and are set in this namespace, as are the functions and classes that the notebook knows by their own names: code
-in a rank may pickle these by name.
+each, and are set in this namespace. So are functions and classes that the notebook has under their own names, because
+code in a rank may pickle them by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects that are nested deeper than Python's own limit."""
+"""Pickling of objects that are nested deeper than Python's recursion limit."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from .reading import Unreadable
 def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | MemoryError:
     """Return a `CaptureError` for a failure to pickle: it names one of `parts`, the path inside it, and the reason.
 
-    Lack of memory has nothing to do with the object, and a `CaptureError` names it: then the exception itself is
-    returned.
+    A `MemoryError` has nothing to do with the object, and a `CaptureError` already names it: both are returned
+    unchanged.
     """
     if isinstance(exc, (MemoryError, CaptureError)):
         return exc
@@ -87,7 +87,7 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:
-    """Return the objects that pickling `obj` reaches next, if `obj` allows to read them.
+    """Return the objects that pickling `obj` reaches next, if they can be read.
 
     Each part comes with the source text that leads to it, or with a name of its own.
     """

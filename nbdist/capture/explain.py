@@ -71,8 +71,8 @@ def explain(
 ) -> Explanation:
     """Return what `in_ddp(n, fn, *args, imports=imports, need=need, **kwargs)` would send to the ranks.
 
-    Starts no process and copies no big data. Sizes are in bytes, for each name by itself: data that two names share is
-    counted twice here, and sent once.
+    Starts no process and copies no big data. Sizes are in bytes, for each name separately: data that two names share
+    are counted twice here, but sent once.
 
     Raises:
         ValueError, TypeError, NameError, CaptureError: The call itself would raise this error.

@@ -64,7 +64,7 @@ def attribute(obj: Any, name: str) -> Any:
 
 
 def looked(look: Callable[[], T], otherwise: T, what: str) -> T:
-    """Return the value of `look`, or `otherwise` if it raises. Then a warning is given, once for each `what`."""
+    """Return the value of `look`. If `look` raises, return `otherwise`, and warn once for each `what`."""
     try:
         return look()
     except Exception as exc:

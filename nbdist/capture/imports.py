@@ -51,7 +51,7 @@ def _line(block: str, lineno: int) -> str:
 
 
 def names_given(block: str) -> set[str]:
-    """Return the names that the import block binds, if they are known here.
+    """Return the names that the import block binds, as far as this process knows them.
 
     The names of `from x import *` are known if x is loaded in this process; a rank knows them all.
     """

@@ -62,7 +62,9 @@ class Loggers:
 
 
 def _place(spec: tuple[Any, ...]) -> str:
-    """Return the name of a handler for a warning; empty if it has a formatter of a library, which sets it in ranks."""
+    """Return the name of a handler for a warning; empty if the handler has a library's formatter, because that library
+    adds it in the ranks, too.
+    """
     formatter = spec[2]
     of_library = not isinstance(formatter, (tuple, type(None))) and text(type(formatter), "__module__") != "__main__"
     return "" if of_library else f"the handler of logging {spec[0]!r}"
@@ -74,8 +76,9 @@ def own_filters(logger: logging.Logger) -> list[Any]:
 
 
 def describe_handler(handler: Any) -> tuple[Any, ...] | None:
-    """Return the arguments that rebuild a handler. None for a handler of torch, and for one of a library that has no
-    stream or file."""
+    """Return the arguments that rebuild a handler; None for torch's handlers, and for a library's handlers that write
+    to no stream or file.
+    """
     formatter = handler.formatter
     if text(type(formatter), "__module__") == "torch._logging._internal":  # there are dozens of these
         return None

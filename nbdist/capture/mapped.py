@@ -55,8 +55,8 @@ class MappedFiles:
     def find(self, address: int, size: int, named: bool = False) -> FilePart | None:
         """Return the part of a file that is mapped at this address, if the file can be opened again and is unchanged.
 
-        /dev/shm contains files, and memory that libraries share only with their own processes. Writes to data there are
-        shared only if the data are `named`, which means that they are mapped by the name of the file.
+        /dev/shm contains files, and memory that libraries share only with their own processes. So writes to data in
+        /dev/shm are shared only if the data are `named`: mapped by the name of their file.
         """
         index = bisect.bisect(self._maps, (address + 1,)) - 1
         if size <= 0 or index < 0 or address >= self._maps[index][1]:
@@ -92,7 +92,7 @@ class MappedFiles:
 
 
 def _changed(start: int, end: int) -> bool:
-    """Return whether this process has written to its private mapping there, so that the file has other data."""
+    """Return whether this process has written to its private mapping there, so that its data differ from the file's."""
     with open("/proc/self/smaps", **_NAMES) as file:
         inside = False
         for line in file:

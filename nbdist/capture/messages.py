@@ -100,7 +100,7 @@ def register(library: str, types: dict[type, Any]) -> None:
 
 
 class _Packed:
-    """An object whose pickle is code that reads the pickle that the object contains."""
+    """A wrapper for a pickle. Unpickling the wrapper reads the pickle in it with nbdist's own functions."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled

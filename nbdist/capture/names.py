@@ -26,7 +26,7 @@ _BY_NAME = frozenset(
 
 
 def importable(obj: Any) -> bool:
-    """Return whether importing its module gives a reader the same function or class."""
+    """Return whether a reader gets the same function or class by importing its module."""
     name = text(obj, "__module__")
     module = sys.modules.get(name) if name != "__main__" else None
     if module is None or travels_by_value(module):
@@ -41,7 +41,8 @@ def importable(obj: Any) -> bool:
 
 
 def travels_by_value(module: Any) -> bool:
-    """Return whether no import gives the module, or `cloudpickle.register_pickle_by_value` was called for it.
+    """Return whether a module must be sent by value: it cannot be imported, or `cloudpickle.register_pickle_by_value`
+    was called for it.
 
     `cloudpickle.register_pickle_by_value` may also have been called for a package that contains the module.
     """
@@ -60,8 +61,9 @@ def _is_made_by_code(module: Any) -> bool:
 
 
 def namespace_of(namespace: Namespace) -> tuple[str, bool]:
-    """Return a key for a function's globals, and whether the globals must be sent. They need not if an import gives the
-    module."""
+    """Return a key for a function's globals, and whether the globals must be sent: not if the reader can import the
+    module.
+    """
     name = namespace.get("__name__", "__main__")
     module = sys.modules.get(name)
     if module is not None and contents(module) is namespace and not travels_by_value(module):
@@ -81,8 +83,9 @@ def namespace_key(fn: Callable[..., Any]) -> str:
 
 
 def globals_of(fn: types.FunctionType) -> Namespace:
-    """Return the globals that `fn` uses, by name. Of the values that cells have shown (`Out`), only those are included
-    that `fn` names by their number."""
+    """Return the globals that `fn` uses, by name. Of the values that cells have shown (`Out`), the result includes
+    only those that `fn` names by number.
+    """
     namespace = fn.__globals__
     names = dict.fromkeys(globals_used(fn.__code__))
     names.update(dict.fromkeys(names_in_hints(fn.__annotations__)))
@@ -114,8 +117,9 @@ def globals_of_class(cls: type) -> Namespace:
 
 @functools.lru_cache(maxsize=4096)
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
-    """Return the global names that `code`, or a function or class inside it, reads or writes, also as `__main__.name`
-    or by `from __main__ import name`."""
+    """Return the global names that `code`, or a function or class inside it, reads or writes, including names used
+    as `__main__.name` or by `from __main__ import name`.
+    """
     names: dict[str, None] = {}
     module, last = "", None
     for i in dis.get_instructions(code):

@@ -75,8 +75,8 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def given_names(block: str, names: Mapping[str, Any]) -> Iterator[None]:
-    """Give `__main__`, in the notebook itself, the names of the import block and these names. Afterwards, restore its
-    own.
+    """In the notebook itself, put the names of the import block and these names into `__main__`. Afterwards, restore
+    the notebook's own values.
 
     A value that the block assigns to one of these names stays.
     """

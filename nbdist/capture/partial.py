@@ -32,7 +32,7 @@ class Absent:
 def absent_parts(value: Any, what: str, instead: Mapping[int, Any], **options: Any) -> dict[int, Any]:
     """Return replacements for the parts of `value` that cannot be pickled, by their ids.
 
-    Return an empty result if nothing of the value is left without these parts. `what` is the name of the value;
+    The result is empty if nothing would remain of the value without these parts. `what` is the name of the value;
     `instead` are other replacements, which the result includes; the options are options of `Pickler`.
     """
     absent = dict(instead)

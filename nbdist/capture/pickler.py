@@ -37,7 +37,7 @@ class Pickler(DefinitionPickler):
         says_copies: Warn if the notebook shares an object with other processes and the reader gets a copy.
         to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
         in_band: Put big buffers into the pickle too.
-        least: The size in bytes from which on a buffer is big.
+        least: The size in bytes from which a buffer counts as big.
     """
 
     def __init__(

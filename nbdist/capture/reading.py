@@ -80,20 +80,20 @@ def itself(value: Any) -> Any:
 
 
 def nothing(*args: Any) -> None:
-    """Return None. A pickle uses this function to have its arguments read in order."""
+    """Return None. A pickle calls this function to make its reader read the arguments in order."""
 
 
 # -------------------------------------------------------------------------------------------------------- names
 
 
 def begin(name: str) -> bool:
-    """Note the name of the object that is read now."""
+    """Record the name of the object that is read now."""
     _reading.names.append(name)
     return True
 
 
 def named(begun: bool, value: Any, done: None = None) -> Any:
-    """Note that the object with the latest name has been read."""
+    """Record that the object with the latest name has been read."""
     _reading.names.pop()
     return value
 

@@ -96,8 +96,9 @@ def _reduce_appended(file: Any) -> Reduction | None:
 
 
 def _reduce_local(local: threading.local) -> tuple[Any, ...] | None:
-    """Return the reduction of an object of a class derived from `threading.local`: a call of the class with the
-    attributes that are parameters of its `__init__`. None if a parameter without a default is no attribute."""
+    """Return the reduction of an instance of a subclass of `threading.local`: a call of the class with the attributes
+    that its `__init__` takes as parameters. None if a required parameter is not an attribute.
+    """
     kind, attributes = type(local), local.__dict__
     own = next(cls.__init__ for cls in kind.__mro__ if "__init__" in vars(cls))  # type: ignore[misc]
     parameters = [*inspect.signature(own).parameters.values()][1:]
@@ -226,8 +227,8 @@ def _wrap(wrapped: Any, wrapper: Any, enabled: Any) -> Any:
 def reduce_delegating(obj: Any) -> Reduction | None:
     """Return the reduction of an object that passes attributes on to another object; None for any other object.
 
-    While such an object is rebuilt it has no attributes yet, and pickle reads its `__setstate__`: its `__getattr__`
-    would look for the other object without end.
+    While such an object is rebuilt it has no attributes yet, and pickle reads its `__setstate__`: its `__getattr__`,
+    which needs the other object, would call itself forever.
     """
     cls: Any = type(obj)
     if (

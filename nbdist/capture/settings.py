@@ -9,7 +9,7 @@ The settings and their sources:
 | recursion limit, garbage collector, handlers of signals and more | `python_modes` |
 | contexts | `decimal.getcontext()`, `decimal.DefaultContext` |
 | locale | `locale.setlocale(locale.LC_ALL)` |
-| time zone | `TZ`, as `time.tzset` has taken it |
+| time zone | `TZ`, as of the last `time.tzset` |
 | environment, folder, module path | `os.environ`, `os.getcwd()`, `sys.path` |
 | print options, error state, buffers | `numpy.get_printoptions()`, `geterr()`, `geterrcall()`, `getbufsize()` |
 | options that are not at their default | `pandas.get_option` |
@@ -161,7 +161,7 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
 
 
 def sklearn_defaults() -> dict[str, Any]:
-    """Return scikit-learn's own values of its options, which `set_config` changes for a thread alone."""
+    """Return scikit-learn's default values of its options. `set_config` changes the values of its own thread only."""
     return getattr(sys.modules["sklearn._config"], "_global_config", {})
 
 

@@ -47,8 +47,9 @@ statements = ImportStatements()
 
 
 def imported_alongside(modules: Iterable[str]) -> list[str]:
-    """Return those modules, of the packages that a call uses, that the notebook has imported, except the `modules` that
-    the call uses itself."""
+    """Return the modules that the notebook has imported from the packages that a call uses, except the `modules`
+    that the call itself uses.
+    """
     used = set(modules)
     packages = {name.partition(".")[0] for name in used} - _NEVER
     if not packages:
@@ -57,8 +58,7 @@ def imported_alongside(modules: Iterable[str]) -> list[str]:
 
 
 def missing_import(error: AttributeError) -> str:
-    """Return the missing import for an attribute that a module adds to a class of another module; empty if none is
-    missing."""
+    """Return the import that would add a missing attribute to a class of another module; empty if none would."""
     unknown = _UNKNOWN.search(text_of(error))
     if unknown is not None and unknown[1] in main_namespace():
         return f"The notebook has {unknown[1]}, and the rank had not been given it: need={unknown[1]!r}"
@@ -79,7 +79,7 @@ def missing_import(error: AttributeError) -> str:
 
 
 def _missing_of_fastai(name: str) -> str:
-    """Return the advice for an attribute that learners lack: fastai's index lists the modules that give it."""
+    """Return advice about an attribute that learners lack, from fastai's index of the modules that add attributes."""
     if "fastai.learner" not in sys.modules:
         return ""
     with contextlib.suppress(ImportError, AttributeError, KeyError):

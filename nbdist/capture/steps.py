@@ -138,7 +138,7 @@ class _Entered(UnpickleStep):
 
 
 class Open(UnpickleStep):
-    """The beginning of a definition."""
+    """The step at the beginning of a definition."""
 
     __slots__ = ()
 
@@ -148,7 +148,9 @@ class Open(UnpickleStep):
 
 
 class Close(UnpickleStep):
-    """The end of a definition without the data that it refers to: they follow when the outermost definition ends."""
+    """The step at the end of a definition. The data that the definition refers to are written later, when the outermost
+    definition ends.
+    """
 
     __slots__ = ("data",)
 

@@ -83,7 +83,7 @@ def _reduce_wrapped(module: Any) -> Reduction | None:
 
 
 def unwrapped(module: Any, wrapper: str) -> Any:
-    """Return a module that the ranks had in a `wrapper`, with a warning that the wrapper is missing."""
+    """Return a module that the ranks had wrapped in `wrapper`, with a warning that the wrapper is missing."""
     warnings.warn(
         f"the model is returned without {wrapper}, which needs the ranks' process group: you get the `model.module` of "
         "the ranks",

@@ -1,7 +1,7 @@
-"""Accelerate's and transformers' knowledge of the processes that train together: each rank determines it again.
+"""Objects of accelerate and transformers that store which processes train together: each rank sets them up again.
 
-An `Accelerator` or `TrainingArguments` of an earlier cell knows one process, the notebook's. Unchanged, it would make
-each rank train by itself.
+An `Accelerator` or `TrainingArguments` of an earlier cell was made for one process, the notebook. Unchanged, it would
+make each rank train by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREPARED = ("AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderShard", 
 
 
 def reduce_training_state(obj: Any) -> Reduction | None:
-    """Return the reduction of an object of accelerate or transformers that knows the processes; otherwise None."""
+    """Return the reduction of an object of accelerate or transformers that stores the processes; otherwise None."""
     state = sys.modules.get("accelerate.state")
     if state is None:
         return None

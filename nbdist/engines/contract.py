@@ -62,7 +62,7 @@ class Listening(Protocol):
     """A listener that waits for events of ranks and passes them on: see `listening.Listener`."""
 
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
-        """Have `action` called whenever a descriptor is readable."""
+        """Call `action` whenever a descriptor is readable."""
 
     def select(self, seconds: float) -> None:
         """Pass on all events that have arrived; without any, wait at most `seconds` for the first one."""
@@ -85,7 +85,7 @@ class Ranks(Protocol):
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Return the slot of each rank."""
+        """Return the place of each rank in its node, in the order of the ranks."""
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
@@ -182,8 +182,10 @@ class Engine(Protocol):
         """Keep the processes of `warm` on this machine for this number of seconds while they are not used."""
 
     def lend(self) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Return variables and descriptors by which another process starts ranks at the same place. The variables open
-        the place. The descriptors keep it open after the end of this process, as long as another process holds them."""
+        """Return variables and descriptors by which another process starts ranks on the same machines. The variables
+        give access. The descriptors keep the machines reserved after the end of this process, as long as another
+        process holds them.
+        """
 
     def borrow(self, variables: Mapping[str, str]) -> None:
         """Use the variables that `lend` of another process has returned."""
@@ -201,7 +203,7 @@ class EngineOptions(Protocol):
 
 
 class MakeEngine(Protocol):
-    """A function that makes an engine; an entry point in the group `nbdist.engines` names it."""
+    """A function that makes an engine. An entry point in the group `nbdist.engines` refers to it."""
 
     def __call__(self, options: Any, env: Mapping[str, str] | None, start: str) -> Engine:
         """Make an engine.

@@ -57,13 +57,13 @@ Variables = frozenset[tuple[str, str]]
 
 
 def read_at_import(environ: Mapping[str, str]) -> Variables:
-    """Return the variables in `environ` that a rank can only inherit from the fork server."""
+    """Return the variables in `environ` that take effect only if the fork server has them, too."""
     names = [name for name in environ if name.startswith(READ_AT_IMPORT) and not _HOLD.fullmatch(name)]
     return frozenset((name, environ[name]) for name in names)
 
 
 class WatchesFolders(Protocol):
-    """An object whose process outlives this one if this one is killed."""
+    """An object with a process that lives on if this process is killed."""
 
     def watch_folder(self, folder: str) -> None:
         """Remove a folder if this process is killed."""
@@ -127,7 +127,7 @@ class ForkServer:
         return number
 
     def has_started(self, launch: int) -> None:
-        """Note that a rank of a launch has started: imports that were requested before the launch are over."""
+        """Record that a rank of a launch has started: imports that were requested before the launch are over."""
         if launch > self._importing_after:
             self.importing, self._broken_off = (), False
 
@@ -149,7 +149,9 @@ class ForkServer:
         return NEVER_STARTED
 
     def break_off(self) -> None:
-        """Make the server leave modules that take long to import to the ranks, which wait; the second time, end it."""
+        """Stop a server's import that takes too long, because ranks wait: the ranks then import the module themselves.
+        The second time, end the server.
+        """
         if self.importing and time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
             self.process.send_signal(signal.SIGKILL if self._broken_off else BREAK_OFF)
             self._broken_off = True
@@ -187,7 +189,7 @@ def remove_if_killed(folder: str) -> None:
     """Make the servers, and Ray's drivers, remove a folder if this process is killed. At its own end, this process
     removes it itself.
 
-    This holds for those that run and for those that start later.
+    This includes servers and drivers that start later.
     """
     with _lock:
         _folders.append((os.getpid(), folder))

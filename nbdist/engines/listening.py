@@ -100,7 +100,7 @@ class Listener:
         return int(self._selector.fileno())
 
     def due(self) -> float | None:
-        """Return the number of seconds after which `select` has something to do even without an event. None: never."""
+        """Return the number of seconds after which `select` must be called even without an event. None: no limit."""
         moments = [*self._explained_by.values()]
         if self._paused and self._pause < math.inf:
             moments.append(self._resume_at)

@@ -54,7 +54,7 @@ class Watch:
         redirect_to_devnull(self._reports, self.fd, *self._processes.values())
 
     def handed_over(self) -> None:
-        """Note that the fork server has the other end of the pipe for reports."""
+        """Close this process's copy of the other end of the pipe for reports, once the fork server has its own."""
         report, self.report = self.report, -1
         if report >= 0:
             os.close(report)

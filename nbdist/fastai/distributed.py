@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Fastai:
-    """The parts of fastai that are used here, with its own functions as they were before.
+    """The parts of fastai that are used here, with the original functions that this module replaces.
 
     Args:
         module: `fastai.distributed`.
@@ -49,7 +49,7 @@ _training = _Training()
 
 
 def patch_distributed(module: types.ModuleType) -> Originals:
-    """Put the functions of this module in the places of fastai's, unless they are there already."""
+    """Replace fastai's functions by the functions of this module, unless they are replaced already."""
     global _fastai, _training
     if module.DistributedDL._broadcast.__module__ == __name__:
         return []
@@ -108,7 +108,7 @@ def _before_fit(self: Any) -> None:
 
 
 def _mean_of_gradients(learn, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its own types
-    "Average the gradients of a bucket over all ranks, and with the last one the loss."
+    "Average the gradients of a bucket over all ranks; with the last bucket, also average the loss."
     import torch
 
     assert _training.group is not None
@@ -137,7 +137,7 @@ def _accumulate(self: Any, learn: Any) -> None:
 
 
 def _through_cpu(x: Any) -> bool:
-    "Say whether `x` is on a GPU that ranks share, so that they talk through gloo"
+    "Return whether `x` is on a GPU that ranks share, so that they communicate through gloo"
     import torch.distributed as dist
 
     return x.device.type == "cuda" and dist.is_initialized() and collective_device().type == "cpu"

@@ -74,7 +74,7 @@ class RecordSteps(Callback):
             raise CancelEpochException
 
     def before_train(self) -> None:
-        """Note the state on which the order of the batches depends, and write the first snapshot; or continue from a
+        """Record the state on which the order of the batches depends, and write the first snapshot; or continue from a
         snapshot."""
         assert self._log is not None
         if self._start is None:

@@ -9,7 +9,7 @@ Originals = list[tuple[Any, str, Any]]
 
 
 def replace(patched: Originals) -> Originals:
-    """Set these attributes, and return their earlier values."""
+    """Set attributes of modules or classes, and return their earlier values."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)

@@ -32,7 +32,7 @@ class _Batch:
 
 
 class _Fastai:
-    """The parts of fastai that are used here, with its own functions as they were before.
+    """The parts of fastai that are used here, with the original functions that this module replaces.
 
     Args:
         module: `fastai.tabular.core`.

@@ -34,7 +34,7 @@ class Launcher:
         return self._run(nranks, lambda session: session.run(fn, *args, **kwargs))  # type: ignore[no-any-return]
 
     def run_all(self, nranks: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """Do the same, but return the values of all ranks, in order."""
+        """Run `fn(*args, **kwargs)` like a call of this object, but return the values of all ranks, in order."""
         return self._run(nranks, lambda session: session.run_all(fn, *args, **kwargs))  # type: ignore[no-any-return]
 
     def _run(self, nranks: int, action: Callable[[Session], Any]) -> Any:

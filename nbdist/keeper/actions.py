@@ -142,11 +142,11 @@ class Actions:
             self.taken = self._token in self.present
 
     def take(self, call: int) -> None:
-        """Note that a client has taken the outcome of a call."""
+        """Record that a client has taken the outcome of a call."""
         self.taken = self.taken or call == self.last
 
     def leave_alone(self, token: str) -> None:
-        """Note that the client of an action is gone, so that no lines can be typed for it."""
+        """Record that the client of an action is gone, so that no lines can be typed for it."""
         turn = self._turns.get(token)
         if turn is not None:
             turn.cell.takes_input = False

@@ -23,7 +23,7 @@ class Client:
         actions: The actions of the keeper.
         requests: The function for each kind of message.
         answer: A function that returns the answer to a question, and its parcel.
-        wake_later: A function that takes the connection of a client that wants to be woken.
+        wake_later: A function that registers the connection of a client for wakeups.
     """
 
     def __init__(

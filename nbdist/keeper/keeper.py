@@ -81,7 +81,7 @@ class Keeper:
         self._leave()
 
     def _work_for(self, origin: Origin) -> None:
-        """Make ranks that start from now on work for a process with this state."""
+        """Store the state of the process that ranks work for; ranks that start from now on adopt it."""
         self._origin = origin
         forkserver.for_notebook(origin.notebook)
         os.environ.clear()
@@ -106,8 +106,9 @@ class Keeper:
             os.write(self._wake, b"!")
 
     def _wake_clients(self) -> None:
-        """Wake all clients, because the journal has grown. A client that was woken and has not read yet gets no second
-        byte."""
+        """Wake all clients, because the journal has grown. A client that has not yet read the byte of an earlier
+        wakeup gets no second one.
+        """
         for wakeup in list(self._wakeups):
             try:
                 wakeup.send(b".")

@@ -115,8 +115,9 @@ class Journal:
             self._wake_readers()
 
     def _catch_up(self) -> bool:
-        """Write the records that did not fit before, and a note that some are missing; return whether none waits any
-        more."""
+        """Write the records that did not fit before, and a note that some are missing. Return True if all are
+        written now.
+        """
         if not self._missing and not self._waiting:
             return True
         if not self._waiting and not self._has_room():

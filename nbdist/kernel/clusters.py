@@ -20,8 +20,8 @@ from .cell.cell import Cell
 
 
 class Cluster:
-    """Ray on several machines, until `close`, or until the end of the notebook and of all named sessions there; the
-    result of `nbdist.cluster`.
+    """Ray on several machines, until `close`, or until the notebook and all named sessions there have ended; the result
+    of `nbdist.cluster`.
 
     Attributes: `options`, the engine options for this cluster.
     """

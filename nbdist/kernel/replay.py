@@ -73,8 +73,8 @@ def replay_step(
     The step runs in the notebook, so `%debug`, `breakpoint()` and `print` work in it. The other ranks are started
     again, on CPUs: they train from the last snapshot before the step, and take part in the step's collectives. This
     process runs the function from its beginning to the first step of the training, jumps to the recorded state before
-    the wanted step, and leaves the function after it. You may add prints and breakpoints to the function; a change of
-    what it computes changes the step.
+    the wanted step, and leaves the function after it. You may add prints and breakpoints to the function. If you change
+    its computation, the step changes, too.
 
     Args:
         folder: The folder of the recording.
@@ -92,7 +92,7 @@ def replay_step(
 
     Raises:
         FileNotFoundError: There is no recording in the folder.
-        TypeError, ValueError: The step or the rank was not recorded, or an argument is one that `in_ddp` refuses, too.
+        TypeError, ValueError: The step or the rank was not recorded, or an argument is invalid for `in_ddp`.
         NbdistError: The function ended before the step, or the notebook is in a process group of its own.
         BaseException: The step has raised this exception.
 
@@ -151,7 +151,7 @@ class _Recording:
         rank: The number of the rank.
 
     Raises:
-        FileNotFoundError, TypeError, ValueError: As `replay_step`.
+        FileNotFoundError, TypeError, ValueError: As for `replay_step`.
     """
 
     def __init__(self, folder: Path, step: int, rank: int) -> None:

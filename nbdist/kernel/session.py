@@ -285,7 +285,7 @@ class Session:
         can also be awaited.
 
         The function, its arguments and the names that it needs are captured at once. Output goes to the cell that
-        called this, live, even while other cells run. `cancel()` stops the call as an interrupt does.
+        called `submit`, live, even while other cells run. `cancel()` stops the call as an interrupt does.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: An argument is invalid or cannot be sent. The future raises
@@ -503,6 +503,6 @@ def executor_of(session: Session) -> Executor:
 def call_once(session: Session, *what: Any) -> Any:
     """Make the only call of a session, with the arguments of `Session.call`, and return rank 0's value.
 
-    After a stop, there is no wait until the ranks can take another call, unless `hold_on_error` keeps them.
+    After an interrupt, this function does not wait until the ranks can take another call, except with `hold_on_error`.
     """
     return session._call(*what, once=not session._options.hold_on_error)[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[str]]) -> Callable[[], None]:
-    """Complete lines that begin with `word` only by `complete`, in a kernel. Returns a function that undoes this.
+    """In a kernel, let only `complete` complete lines that begin with `word`. Returns a function that undoes this.
 
     IPython before 8.6 adds its own completions.
 
@@ -43,7 +43,8 @@ def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[st
 
 
 def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) -> Callable[[], None]:
-    """Add the results of `complete` to IPython's completions (8.6 on), in a kernel. Returns a function to undo this.
+    """In a kernel, add the results of `complete` to IPython's completions (from 8.6 on). Returns a function that undoes
+    this.
 
     Args:
         shell: The kernel's shell.
@@ -63,7 +64,8 @@ def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) ->
 
 
 def inspect_also(shell: Any, inspect: Callable[[str, int, int], dict[str, Any]]) -> Callable[[], None]:
-    """Show the result of `inspect` for a name that a front end asks about (Shift-Tab). Returns a function to undo this.
+    """Show the result of `inspect` for a name that a front end asks about (Shift-Tab). Returns a function that undoes
+    this.
 
     Args:
         shell: The kernel's shell.

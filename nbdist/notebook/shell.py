@@ -45,7 +45,7 @@ def is_asked_to_end(seconds: float) -> bool:
 
 
 def forget_shown_traceback() -> None:
-    """Make `%debug` open the exception that is being shown, and not an earlier one."""
+    """Make `%debug` open the exception that is being shown instead of an earlier one."""
     shown_by = getattr(shell(), "InteractiveTB", None)
     if shown_by is not None:
         shown_by.tb = None
@@ -174,7 +174,7 @@ def label_cells(numbers: Mapping[str, int]) -> None:
 
 
 def show_figures() -> None:
-    """Make a kernel without own plots show figures of ranks as it would show its own."""
+    """Make a kernel that has not set up plots show figures of ranks as it would show its own."""
     backend = "matplotlib_inline.backend_inline"
     if "matplotlib.figure" in sys.modules and backend not in sys.modules and kernel_shell() is not None:
         with contextlib.suppress(ImportError):

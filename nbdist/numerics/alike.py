@@ -1,5 +1,6 @@
-"""The comparison of values that must be equal on all ranks, by hashes: parameters, buffers, random states; and of the
-rows."""
+"""Comparisons between ranks, by hashes: parameters, buffers and random states must be equal; the rows of a batch must
+differ.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class RankCheck:
             self._inputs = args, kwargs
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self._due.add(optimizer)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
@@ -168,7 +169,7 @@ def _drops(model: nn.Module) -> bool:
 
 
 def _hashes(tensor: Tensor) -> list[int]:
-    """Return two numbers that change if an element changes, or if elements are exchanged."""
+    """Return two numbers that change if an element changes, or if two elements change places."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return [0, 0]
     flat = tensor.detach().contiguous().flatten()
@@ -193,7 +194,7 @@ def _random_states() -> dict[str, int]:
 
 
 def _gather(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the hashes of all ranks, which all have the same number of them."""
+    """Return the hashes of all ranks. Each rank must have the same number of hashes."""
     own = torch.tensor(numbers, dtype=torch.int64, device=collective_device())
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)

@@ -66,7 +66,7 @@ def badness(tensor: Tensor) -> int:
 def bad_rows(tensor: Tensor, rows: int) -> list[int]:
     """Return the rows of a batch that are not finite in a tensor whose first dimension is the rows.
 
-    The result is empty if the first dimension is another one, or if all rows are finite, or none.
+    The result is empty if the first dimension is not the rows, if all rows are finite, or if no row is.
     """
     if not rows or not tensor.ndim or tensor.shape[0] != rows:
         return []

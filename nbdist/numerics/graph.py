@@ -74,8 +74,7 @@ _STEEP = ("Sqrt", "Rsqrt", "Pow", "LinalgVectorNorm", "Norm", "Std", "Var", "Log
 
 
 def steepest(loss: Any, until: int) -> str:
-    """Return the operation, between the model's results and the loss, that may have made the loss's gradient not
-    finite.
+    """Return an operation between the model's results and the loss that may have made the gradients not finite.
 
     Args:
         loss: The node of the loss; its graph may be freed.

@@ -75,7 +75,7 @@ class AfterForward:
 
 
 class _Hook:
-    """A hook that copies of its module do not have."""
+    """A hook that is not copied with its module."""
 
     def __init__(self, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
         self._action = action
@@ -96,8 +96,8 @@ def around_steps(
 ) -> None:
     """Call `before(optimizer, args, kwargs)` and `after(optimizer, ...)` around steps, until the stack closes.
 
-    `before` may return other arguments, beginning with the optimizer. If a step calls the step of its base
-    class, both functions are called for each of the two.
+    `before` may return replacements for the arguments, the optimizer first. If a step calls the step of its base class,
+    both functions are called for each of the two steps.
     """
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)

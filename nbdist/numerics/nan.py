@@ -71,7 +71,9 @@ class NanCheck:
         self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
 
     def before_backward(self, tensors: Any, gradients: Any) -> None:
-        """Check a loss: on a CPU at once; on a GPU together with the gradients, because the host would have to wait."""
+        """Check a loss: on a CPU immediately; on a GPU together with the gradients, because otherwise the host
+        would have to wait.
+        """
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if gradients is not None or self._scaled:
             return
@@ -85,7 +87,7 @@ class NanCheck:
                 raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
 
     def scaled(self) -> None:
-        """Note that a gradient scaler is in use, which skips steps whose gradients overflow."""
+        """Record that a gradient scaler is in use, which skips steps whose gradients overflow."""
         self._scaled = True
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,7 +115,7 @@ class NanCheck:
         return (args[0], checked, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Note that a step is over."""
+        """Record that a step is over."""
         self._in_step = [one for one in self._in_step if one[0] is not optimizer]
 
     def _check(self, optimizer: Any, steps: int) -> None:

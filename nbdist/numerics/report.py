@@ -71,7 +71,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain(name: str) -> str:
-    """Return the name of a parameter without the names of what wraps its model."""
+    """Return the name of a parameter without the prefixes of its model's wrappers."""
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     return name

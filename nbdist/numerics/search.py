@@ -131,7 +131,7 @@ class Search:
         return error("gradient", step, value, module=own, cause=cause, backward=bool(op), **about)
 
     def _runs(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Any, Sequence[Tensor], Any, Sequence[Any], int]]:
-        """Yield the runs that can be repeated with their backward pass, the last one first."""
+        """Yield the forward passes that can be run again together with their backward pass, the last one first."""
         if self._batch is not None:
             yield self._batch.loss, parameters, (), self._batch.values(), self._batch.rows
             return

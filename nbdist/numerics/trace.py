@@ -109,14 +109,14 @@ class Trace(TorchFunctionMode):
                 tensor.register_hook(note)
 
     def note_gradient(self, key: int, grad: Tensor) -> None:
-        """Note whether the gradient of a tensor, which is given by its id, is finite."""
+        """Record whether the gradient of a tensor, which is given by its id, is finite."""
         if is_float(grad) and (bad := badness(grad)):
             self._grads[key] = bad
             self._bad_grads[key] = grad
 
     @contextlib.contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Note the running module in the `with` block."""
+        """Record the running module in the `with` block."""
         before = modules.register_module_forward_pre_hook(lambda module, args: self._modules.append(module))
         after = modules.register_module_forward_hook(lambda module, args, out: self._leave(module), always_call=True)
         try:
@@ -130,7 +130,7 @@ class Trace(TorchFunctionMode):
             pass
 
     def forward_culprit(self, outputs: Iterable[Tensor]) -> Culprit | Source | None:
-        """Return the cause why one of these results is not finite; None if all are finite."""
+        """Return the reason why one of these results is not finite; None if all are finite."""
         for one in outputs:
             if is_float(one) and badness(one):
                 return self._origin(one)
@@ -156,7 +156,7 @@ class Trace(TorchFunctionMode):
             number = made_by
 
     def _is_constant(self, number: int) -> bool:
-        """Return whether an operation has written infinities on purpose, like a mask."""
+        """Return whether an operation has written infinities on purpose, as masking does."""
         while True:
             op = self._ops[number]
             if op.name in _CONSTANTS:

@@ -59,7 +59,7 @@ class Caller:
     def take(self, header: Header, parcel: Parcel, where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Set the names and objects of a call, and return the function and its arguments.
 
-        Raises `CaptureError` for an object that cannot be read here; its text names the reader `where`.
+        Raises `CaptureError` for an object that cannot be read here. `where` is the name of the reader in the error.
         """
         self._finder.update(header.places, header.own_sources)
         for name, source in header.sources.items():

@@ -28,15 +28,15 @@ def file_of(number: int) -> str:
 
 
 def as_counted(text: str, whole: bool) -> str:
-    """Return the text of a cell with the line numbers of the notebook.
+    """Return the text of a cell, padded so that its lines have the same numbers as in the notebook.
 
-    Its first line is `%%ddp`, except in a `whole` cell, which has no such line.
+    In the notebook, the first line is `%%ddp`. A `whole` cell has no such line.
     """
     return text if whole else "\n" + text
 
 
 def nothing() -> None:
-    """Do nothing. A call of this starts the ranks and sends the captured names."""
+    """Do nothing. A call of this function only starts the ranks and sends the captured names."""
 
 
 def variables(names: Sequence[str]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from . import shell
 
 
 def execute(server: int, kind: str, fds: RankDescriptors, scratch: str, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this fork of the server by a fresh interpreter that runs `main` with this environment. Of the
-    descriptors, only `fds` stay open.
+    """Replace this fork of the server by a fresh interpreter that runs `main` with this environment. All
+    descriptors except `fds` are closed.
     """
     for fd in fds:
         os.set_inheritable(fd, True)

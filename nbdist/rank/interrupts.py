@@ -52,7 +52,7 @@ class Interrupts:
         sys.unraisablehook = self._on_unraisable
 
     def _on_unraisable(self, unraisable: Any) -> None:
-        """Send an interrupt again that was raised in a finalizer or a callback, where Python drops exceptions."""
+        """Repeat an interrupt that was raised in a finalizer or a callback, where Python drops exceptions."""
         if unraisable.exc_type is KeyboardInterrupt and self._interrupted:
             self.possible = True
             self.resend(self.block)
@@ -125,8 +125,9 @@ def _left_by_half(frame: types.FrameType | None) -> str:
 
 @contextlib.contextmanager
 def kept_grad_mode() -> Iterator[None]:
-    """Restore torch's mode of gradients after an interrupt: in the middle of `no_grad().__enter__` or `__exit__` it
-    would leave them switched off."""
+    """Restore torch's grad mode after an interrupt: an interrupt in the middle of `no_grad().__enter__` or
+    `__exit__` would leave gradients switched off.
+    """
     torch = sys.modules.get("torch")
     before = torch is None or torch.is_grad_enabled()
     try:

@@ -37,8 +37,9 @@ class Mapper:
         seed_everything(begin.seeds)
 
     def run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
-        """Return the seconds for the items in the parcel (`first` is the number of the first), and the function's
-        values; fewer values if the call ends meanwhile."""
+        """Call the function with the items in the parcel, and return the time in seconds and the values. `first` is the
+        number of the first item. If the call ends meanwhile, there are fewer values than items.
+        """
         if self._failed:  # what the board says is to stay
             return 0.0, []
         try:

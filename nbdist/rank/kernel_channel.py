@@ -22,7 +22,8 @@ class KernelChannel(Channel):
         """Receive the kernel's next message other than `Leave`.
 
         Args:
-            interruptible: Whether an interrupt raises here: then it does so before a message, and not in the middle.
+            interruptible: Whether an interrupt raises `KeyboardInterrupt` here. It does so between messages, and never
+                in the middle of one.
 
         Raises `EOFError` when the kernel has ended.
         """

@@ -1,7 +1,7 @@
 """The regular end of a rank: the steps of Python at the end of a program, so that loggers and writers lose nothing.
 
 A rank cannot end like a program: the server's frames are below its own, and torch's threads crash when a fork finalizes
-the interpreter. So it makes the steps itself, and ends by `os._exit`. The kernel's patience limits their time.
+    the interpreter. So it runs these steps itself, and ends by `os._exit`. The kernel kills it if they take too long.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ class Rank:
                         return 0
 
     def _serve(self, request: protocol.ToRank, parcel: Parcel | None, fds: list[int], pid: int) -> bool:
-        """Answer one request, and return whether the rank goes on. It is the process `pid`."""
+        """Answer one request, and return whether the rank goes on. `pid` is the rank's own process: a fork of it
+        must not answer.
+        """
         ends = ""  # why the rank does, after its answer
         # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
         # failed: it begins, too, and is interrupted there.

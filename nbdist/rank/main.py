@@ -38,7 +38,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
         server: The pid of the fork server.
         fds: The descriptors that connect the rank with the kernel.
         scratch: A folder in which this rank has a folder until its end; "": it has none.
-        of_server: Descriptors that only the server may have.
+        of_server: Descriptors that only the server may hold; the rank closes them.
     """
     status, pid = 1, os.getpid()
     try:

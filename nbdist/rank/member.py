@@ -50,8 +50,9 @@ def member(world: World, open_store: Callable[[], Any]) -> Iterator[None]:
 
 
 def cpu_world(rank: int, size: int, threads: int, address: RendezvousAddress, timeout: float) -> World:
-    """Return the description of a CPU rank among `size` ranks on this machine, whose collectives wait for at most
-    `timeout` seconds."""
+    """Return the description of a CPU rank among `size` ranks on this machine, with a limit of `timeout` seconds
+    for collectives.
+    """
     slot = Slot(0, rank, size, LOOPBACK_INTERFACE, threads, ())
     return World(rank, size, "cpu", "gloo", slot, address, threads, options={"timeout": timeout})
 

@@ -24,8 +24,9 @@ Place = tuple[str | None, list[str] | None]
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):
-    """A finder of modules that the kernel has loaded from places outside its `sys.path`: pytest does so, and a notebook
-    may change its folder."""
+    """A finder of modules that the kernel has loaded from places outside its `sys.path`, as pytest does, or before
+    the notebook changed its working folder.
+    """
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -65,8 +66,8 @@ class _Imported(NamedTuple):
 class Reloader(importlib.abc.MetaPathFinder):
     """A reloader of the user's own modules, which executes a module again when its source has changed since.
 
-    A module that the notebook has, too, is executed again only if the notebook has reloaded it. `sys.meta_path` has the
-    reloader as a finder that finds nothing: it records when each module was imported.
+    A module that the notebook has, too, is executed again only if the notebook has reloaded it. The reloader is also in
+    `sys.meta_path`, where it finds nothing but records when each module was imported.
     """
 
     def __init__(self) -> None:
@@ -130,7 +131,7 @@ class Reloader(importlib.abc.MetaPathFinder):
             if wanted is not None and (edited if had is None else had[1] != wanted) and imported.checksum != wanted:
                 raise NbdistError(
                     f"the module {name!r} was edited and reloaded in the notebook, and is stale in this rank, which "
-                    f"has {file} in another version: reload it in the notebook once more, or bring the file to where "
+                    f"has a different version of {file}: reload it there once more, or copy the file to where "
                     f"the rank runs; or else restart() the session"
                 )
         for name in sources.keys() - self._imported.keys():  # such as a `statistics.py`, which the server has as well
@@ -184,8 +185,8 @@ def _now() -> int:
 def _changed_since(file: str, moment: int) -> bool:
     """Return whether a file was written or replaced since a time of `_now`.
 
-    A time in the future comes from another clock, such as a file server's. Linux from 6.13 on uses the finer clock for
-    a file whose time was read before.
+    A time in the future comes from another clock, such as a file server's. From Linux 6.13 on, a file whose time was
+    read before gets its next time from a finer clock.
     """
     try:
         found = os.stat(file)

@@ -102,7 +102,9 @@ class Outcomes:
         return None
 
     def _with_stand_ins(self, exc: BaseException) -> BaseException:
-        """Return an exception that can be pickled, or a group of such exceptions, in place of one in a group."""
+        """Return a substitute for a member of an exception group: an exception that can be pickled, or a group of
+        such exceptions.
+        """
         if isinstance(exc, _Group):
             members: Any = getattr(exc, "exceptions", ())
             derived: BaseException = _Group.derive(exc, [self._with_stand_ins(member) for member in members])
@@ -157,8 +159,9 @@ class Outcomes:
         return parcel
 
     def _offer(self, views: Sequence[memoryview]) -> bool:
-        """Offer an answer's buffers to the kernel, which can copy them from this process's memory; return whether it
-        has."""
+        """Offer an answer's buffers to the kernel, which can copy them from this process's memory. Return whether the
+        kernel has copied them.
+        """
         self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()

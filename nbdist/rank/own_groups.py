@@ -1,10 +1,10 @@
 """Process groups that the function makes itself, as scripts for torchrun do.
 
 For each group torch makes rank 0 open a store at `MASTER_PORT`, on all network interfaces, and close it with the group:
-a slower rank finds the port closed, or the keys of the group before. Here these groups meet at the session's store,
+a slower rank finds the port closed, or the keys of the previous group. Here these groups meet at the session's store,
 each under a prefix of its own. The connections of a group are closed when the next group is made, or at the end of the
-call: only then no rank needs them. A store that is made by hand, or for some of the ranks, listens only at the address
-of its name.
+call, because other ranks may need them until then. A store that is made by hand, or for some of the ranks, listens only
+at the address of its name.
 """
 
 from __future__ import annotations

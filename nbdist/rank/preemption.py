@@ -11,7 +11,7 @@ announced = False
 
 
 def announce() -> None:
-    """Store that a machine of the ranks will be taken away."""
+    """Record that a machine of the ranks will be taken away."""
     global announced
     announced = True
 
@@ -24,7 +24,7 @@ def preempted() -> bool:
     Ray when it drains a node: managers of clusters make it do so before they take a machine, and `ray start --block`
     does so at SIGTERM.
 
-    Takes a collective on a cluster. On one machine it takes no time, since the answer is always False.
+    On a cluster, each call is a collective. On one machine, it takes no time, since the answer is always False.
 
     Examples:
         >>> from nbdist import in_ddp, preempted

@@ -36,7 +36,8 @@ class _Window:
 
     Attributes: `whole`, the number of steps that were completed so far.
 
-    It uses the profiler below `torch.profiler.profile`, which does the same but imports torch's compiler, for seconds.
+    It uses the internal profiler of torch: `torch.profiler.profile` does the same, but imports torch's compiler, which
+        takes seconds.
     """
 
     def __init__(self, skip: int, steps: int) -> None:
@@ -72,7 +73,7 @@ class _Window:
                 self._profiler.__exit__(None, None, None)
 
     def trace(self) -> bytes:
-        """Return the trace. It is written after the function has returned, so that no rank waits for it in between."""
+        """Return the trace. It is written after the function has returned, so that other ranks need not wait for it."""
         if not self._done:
             return b""
         with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +87,7 @@ class _Window:
         self._mark()
 
     def _mark(self) -> None:
-        """Name the following work with the name by which users of the profiler know a step."""
+        """Label the following work with the name that users of the profiler know for a step."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(torch.profiler.record_function(f"ProfilerStep#{self._count}"))
 

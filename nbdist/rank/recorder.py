@@ -1,8 +1,8 @@
 """Records of the collectives of a rank as they begin and end, whatever Python code calls them.
 
 The methods of torch's `ProcessGroup` are wrapped. The functions of `torch.distributed` are not: other modules import
-them under names of their own, and `torch.compile` knows them. A collective that C++ calls, such as the `all_reduce` of
-DistributedDataParallel's backward pass, is not recorded.
+them under names of their own, and `torch.compile` treats them specially. A collective that C++ calls, such as the
+`all_reduce` of DistributedDataParallel's backward pass, is not recorded.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Settings:
         self._last[name] = None  # equals no setting, an empty one neither
 
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
-        """Set pickled settings. Globals in them are set where `keep` allows."""
+        """Unpickle settings and apply them. `keep` decides which globals in the pickles are set in this rank."""
         for name, pickled in settings.items():
             if self._pickled.get(name) == pickled:
                 continue

@@ -27,7 +27,7 @@ _gathered = 0  # how often, in this process
 
 
 class _Finder(Pickler):
-    """Finder of sharded tensors, models of FSDP1 and optimizers in a pickled value, in one order in all ranks."""
+    """Finder of sharded tensors, models of FSDP1 and optimizers in a pickled value, in the same order on all ranks."""
 
     def __init__(self, sharded: Any, wrapper: Any) -> None:
         super().__init__(io.BytesIO(), to_cpu=True)
@@ -107,13 +107,15 @@ class _Unwrapped:
 
 
 def _without_wrapper(model: Any, wrapper: Any, wanted: bool) -> Any:
-    """Return a copy of a model of FSDP1 without it, on the CPU; all ranks have to take part."""
+    """Return a copy of a model on the CPU, without its FSDP1 wrapper. All ranks must call it."""
     with wrapper.summon_full_params(model, writeback=False):
         return _copy(model, wrapper, {}) if wanted else None
 
 
 def _copy(module: Any, wrapper: Any, made: dict[int, Any]) -> Any:
-    """Return a copy of a module without wrappers; `made` are copies of what may be in several places, by ids."""
+    """Return a copy of a module without wrappers. `made` holds the copies so far, by the ids of their originals,
+    because a module may occur in several places.
+    """
     if isinstance(module, wrapper):
         return _copy(module.module, wrapper, made)
     if module is None or id(module) in made:
@@ -134,7 +136,7 @@ def _parameters(optimizer: Any) -> set[Any]:
 
 
 def _whole_optimizer(optimizer: Any, model: Any, wrapper: Any, copied: Any) -> Any:
-    """Return an optimizer of the parameters of `copied`, a copy of the model; all ranks have to take part."""
+    """Return an optimizer for the parameters of `copied`, a copy of the model. All ranks must call it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 asks for its backend by functions that torch has deprecated
         found = wrapper.optim_state_dict(model, optimizer)

@@ -16,7 +16,9 @@ _attached: list[io.TextIOWrapper] = []
 
 
 def attach() -> None:
-    """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
+    """Make `sys.stdout` and `sys.stderr` write frames without buffering, so that the last output of a rank that dies is
+    not lost.
+    """
     for name, fd, kind in (("stdout", 1, STDOUT), ("stderr", 2, STDERR)):
         raw: Any = _FrameStream(kind, fd)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -32,7 +34,7 @@ def _after_fork() -> None:
 
 
 def keep_lines_whole() -> None:
-    """Make several processes that print to the same stream at once write whole lines."""
+    """Make processes that print to the same stream at the same time write whole lines."""
     for stream in _attached:
         stream.reconfigure(write_through=False, line_buffering=True)
 

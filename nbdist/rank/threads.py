@@ -27,8 +27,8 @@ _pools: list[Any] = []
 def find_pools() -> None:
     """Find the pools of all loaded libraries.
 
-    This runs in the server, because it takes some milliseconds. Libraries that a rank loads later read their number of
-    threads from the environment.
+    This runs in the server, once for all ranks, because it takes some milliseconds. Libraries that a rank loads later
+    read their number of threads from the environment.
     """
     from threadpoolctl import ThreadpoolController
 

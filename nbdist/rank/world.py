@@ -133,7 +133,8 @@ def process_groups() -> dict[Any, str]:
 def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
     """Abort, from any thread, the operations of this rank's process groups: they fail, or return without a result.
 
-    A rank that waits in NCCL, or for a result of it, reacts to no signal, and does not notice that another has left.
+    A rank that waits in NCCL, or for a result from NCCL, does not react to signals, and does not notice that another
+    rank has left.
 
     Args:
         groups: The process groups, with their names.
@@ -180,7 +181,9 @@ def _end(held: list[Any]) -> None:
 
 
 def gloo_announces(torch_version: str) -> bool:
-    """Return whether gloo in this torch prints to standard output when a rank has connected to the others."""
+    """Return whether this version of torch lets gloo print to standard output when a rank has connected to the
+    others.
+    """
     major, minor = torch_version.split(".")[:2]
     return (2, 7) <= (int(major), int(minor)) < (2, 11)
 
@@ -262,7 +265,8 @@ class Membership:
         return self.kept is not None and sys.modules["torch.distributed"].group.WORLD is self.kept[1]
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
-        """Leave all process groups, so that ranks that wait for this one fail now; `join` raises if that is impossible.
+        """Leave all process groups, so that ranks that wait for this rank fail now. If leaving is impossible, the next
+        `join` raises.
 
         `peers` are the other ranks' ends of this rank's connections.
         """

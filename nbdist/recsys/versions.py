@@ -27,7 +27,7 @@ def check_torchrec() -> None:
     """Check that `import torchrec` can work.
 
     Raises:
-        ImportError: torchrec or fbgemm is missing, of another release than torch, or cannot be loaded. The message
+        ImportError: torchrec or fbgemm is missing, of a different release than torch, or cannot be loaded. The message
             names the versions to install.
     """
     import torch
@@ -101,8 +101,8 @@ def has_grid_shard() -> bool:
 
 @functools.cache
 def pools_sequences() -> bool:
-    """Return whether FBGEMM returns sums of rows on CPUs where the row of each id is asked for, found by a look-up of
-    two ids. FBGEMM 1.0 and 1.1, for torch 2.5 and 2.6, do so. TorchRec must be installed.
+    """Return whether FBGEMM on CPUs returns sums of rows where single rows are requested. This is tested with a look-up
+    of two ids. FBGEMM 1.0 and 1.1, for torch 2.5 and 2.6, do so. TorchRec must be installed.
     """
     import torch
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -124,8 +124,8 @@ def pools_sequences() -> bool:
 def _without_warnings_of_fbgemm() -> Iterator[None]:
     """Suppress FBGEMM's warnings at import, and the handler that it adds to the root logger.
 
-    FBGEMM 1.6 is missing in its own list of releases, and warns of that for each of its libraries. Its release was
-    checked before.
+    FBGEMM 1.6 does not find itself in its own list of releases, and warns of that for each of its libraries. `check`
+    has compared the releases before.
     """
     root = logging.getLogger()
     before = list(root.handlers)

@@ -22,7 +22,7 @@ def loader_state(loader: Any) -> list[dict[str, Any]]:
 
 
 def set_loader_state(loader: Any, state: Sequence[dict[str, Any]]) -> None:
-    """Set these of a loader that was made in the same way."""
+    """Restore a state from `loader_state` in a loader that was made in the same way."""
     for part, own in zip(_parts(loader), state, strict=True):
         attributes = _attributes(part)
         for name, value in own.items():

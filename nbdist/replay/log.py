@@ -91,7 +91,7 @@ class StepLog:
         return self.folder if self.target is None else Path(self.target.end)
 
     def kept(self, step: int) -> None:
-        """Note that the snapshot after `step` steps is written, and remove older snapshots where there are too many.
+        """Record that the snapshot after `step` steps is written, and remove older snapshots where there are too many.
 
         While a step is run again, raise `Reached` instead: the other ranks go no further.
         """
@@ -107,7 +107,7 @@ class StepLog:
                     shutil.rmtree(self.folder / f"step-{one}", ignore_errors=True)
 
     def write(self, step: int, state: Callable[[], Any]) -> None:
-        """Write a snapshot of what `state` returns, if one is due after `step` steps."""
+        """Write a snapshot if one is due after `step` steps. Its content is what `state` returns."""
         if not self.due(step):
             return
         final = self.place() / f"step-{step}" / f"rank-{self.rank}.pt"
@@ -124,7 +124,7 @@ class StepLog:
         return torch.load(folder / f"rank-{self.rank}.pt", weights_only=False)  # of the user's own ranks
 
     def begin(self, step: int) -> None:
-        """Note that a step begins. If it is the target step, the loop may end in it."""
+        """Record that a step begins. If it is the target step, the loop may end in it."""
         if self.target is not None and step == self.target.step:
             targets.begun = True
 

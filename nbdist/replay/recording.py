@@ -110,7 +110,7 @@ class Recording:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Note the result of the step that was begun last, if that is not done yet."""
+        """Record the result of the step that was begun last, if that is not done yet."""
         if self._in_step:
             self._in_step = False
             self._step += 1

@@ -1,4 +1,4 @@
-"""The CUDA driver: after a process has initialized it, no fork of this process can use a GPU."""
+"""The state of the CUDA driver: after a process has initialized the driver, no fork of this process can use a GPU."""
 
 from __future__ import annotations
 

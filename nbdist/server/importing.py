@@ -30,7 +30,7 @@ class Crash(NamedTuple):
 
 @contextlib.contextmanager
 def watched(look: Callable[[], None]) -> Iterator[None]:
-    """Call `look` each second during an import, and let the kernel interrupt the import.
+    """Call `look` every second during an import, and let the kernel interrupt the import.
 
     Both are possible between two bytecodes of Python, and in system calls, but not in compiled code that never returns.
     """

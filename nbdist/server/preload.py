@@ -69,7 +69,7 @@ class Preloaded:
 
 
 def log(text: str) -> None:
-    """Write to the kernel's standard error, if that is possible: it may be a file on a full disk."""
+    """Write to the kernel's standard error. Ignore a failure, because standard error may be a file on a full disk."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -145,8 +145,9 @@ class Server:
         return True
 
     def _retire(self) -> bool:
-        """Stop taking requests; return whether none has arrived in the last moment. The kernel starts another server
-        when it needs one."""
+        """Stop taking requests. Return False if a request has arrived at the last moment. The kernel starts another
+        server when it needs one.
+        """
         self._control.sock.shutdown(socket.SHUT_RD)
         try:
             return not self._control.sock.recv(1, socket.MSG_PEEK)
@@ -297,7 +298,7 @@ class Server:
         self._end(number)
 
     def _reap(self) -> None:
-        """Report the ranks that have ended. Their orphans are searched once for all of them."""
+        """Report the ranks that have ended. Then look for the orphans of all of them together."""
         ended: dict[int, tuple[int, int, int]] = {}  # pid → rank, number of its launch, wait status
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:

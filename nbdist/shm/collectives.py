@@ -85,7 +85,7 @@ class SharedCollectives:
 
     @property
     def usable(self) -> bool:
-        """Return whether no collective has failed and the process group is still the same."""
+        """Return True if no collective has failed and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
     @property
@@ -185,15 +185,13 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Begin an exchange: yield its half of the memory, and a function to call between writing and reading.
+        """Begin an exchange: yield the half of the memory for it, and a function to call between writing and reading.
 
         Args:
             size: The bytes of each rank's part, equal on all ranks, or `_UNEQUAL`.
         """
         if not self.usable:
-            raise RuntimeError(
-                "a collective after another has failed, or after the end of its process group: wrap the model again"
-            )
+            raise RuntimeError("an earlier collective has failed, or the process group has ended: wrap the model again")
         # The next piece goes into the other half while ranks still read this one. The one after it may take the place
         # of this: a rank that has sent the next has read this.
         count, self._count = self._count, -1  # for good, if this is interrupted: the ranks are out of step then
@@ -229,7 +227,7 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """Map `size` zero bytes that all ranks share. `size` must be equal on all ranks.
+        """Map memory that all ranks share, filled with zeros. The `size` in bytes must be equal on all ranks.
 
         Raises `MemoryError` if they do not fit.
         """
@@ -313,7 +311,7 @@ def add_up(parts: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield views of these flat tensors, each with a part that is exchanged at once."""
+    """Yield views of parts of these flat tensors. Each part is small enough to be exchanged in one piece."""
     turn: list[torch.Tensor] = []
     room = _PIECE
     for tensor in tensors:

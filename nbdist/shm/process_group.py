@@ -32,7 +32,7 @@ _REDUCE: dict[Any, Callable[..., object]] = {
 class SharedGroup(dist.ProcessGroup):
     """A process group of all ranks of the default process group; made by `shared_group`.
 
-    Each collective is complete when its call returns: ranks wait for each other, and not for a network.
+    Each collective is complete when its call returns.
     """
 
     def __init__(self, rank: int, size: int, collectives: SharedCollectives) -> None:
@@ -41,7 +41,7 @@ class SharedGroup(dist.ProcessGroup):
 
     @property
     def usable(self) -> bool:
-        """Return whether no collective has failed and the default process group is still the same."""
+        """Return True if no collective has failed and the default process group is still the same."""
         return self.collectives.usable
 
     def getBackendName(self) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder that calls each of `actions`, given by module name, with its module: at once, or after the import.
+    """A finder that calls each of `actions`, given by module name, with its module: immediately if the module is
+    imported already, otherwise after its import.
 
     It sees later imports while it is in `sys.meta_path`, where it must be the first finder.
     """

@@ -27,8 +27,8 @@ class Connection(NamedTuple):
 def connections(pids: Sequence[int | None]) -> list[list[Connection]]:
     """Return the TCP connections of each process. A process that does not exist has none.
 
-    On Linux, all are found in one pass over the system's table, which has all connections of the machine: if each two
-    ranks are connected, their number is the square of the number of ranks.
+    On Linux, all are found in one pass over the system's table, which has all connections of the machine: if every rank
+    is connected to every other one, their number grows with the square of the number of ranks.
     """
     if sys.platform != "linux":
         return [[] if pid is None else _connections(pid) for pid in pids]

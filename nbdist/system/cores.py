@@ -49,7 +49,7 @@ def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) ->
 
 
 def near(own: Sequence[Sequence[int]], wanted: Sequence[Collection[int]]) -> list[Sequence[int]]:
-    """Exchange the shares so that ranks get shares with the cores that they want, while there are any.
+    """Exchange the shares so that, as far as possible, ranks get shares with the cores that they want.
 
     Args:
         own: The share of each rank.

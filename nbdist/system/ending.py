@@ -35,8 +35,9 @@ def last(stop: Callable[[], None]) -> Callable[[], None]:
 
 
 def _end_what_servers_run() -> None:
-    """End sessions and processes, the newest first. As at the end of Python, processes that are not daemons are waited
-    for."""
+    """End sessions and processes, the newest first. As at the end of Python, wait for processes that are not
+    daemons.
+    """
     for name in ("multiprocessing.util", "multiprocess.util"):
         if name in sys.modules:
             sys.modules[name]._exit_function()  # does nothing when it is called again

@@ -48,7 +48,9 @@ def check_fits(size: int, what: str) -> None:
 
 
 def refused(size: int, what: str, number: int) -> MemoryError:
-    """Return the error for `size` bytes of `what` that the system has refused, with its error number."""
+    """Return the error for `size` bytes of `what` that the system has refused. `number` is the system's error
+    number.
+    """
     limit = None
     if number == errno.ENOMEM:
         limit = address_space()
@@ -97,11 +99,11 @@ def address_space() -> Limit | None:
 
 
 def lack_of_address_space(words: str, pid: int | None = None) -> str:
-    """Return a text about a process that got no memory, from the words of its error; empty if its address space was not
-    full.
+    """Return a text for a process that ran out of address space, judging by the text of its error; empty if the error
+    has another cause.
 
     Args:
-        words: The last output of the process.
+        words: The last output of the process, with its error.
         pid: The process. If it has ended, or is None, the limit of this process is used.
     """
     if sys.platform != "linux" or not _NO_MEMORY.search(words):
@@ -113,7 +115,7 @@ def lack_of_address_space(words: str, pid: int | None = None) -> str:
     if size == resource.RLIM_INFINITY:
         return ""
     return (
-        f"got no memory, and may have {_in_mb(size)} of address space alone (`ulimit -v`): torch's libraries take some "
+        f"got no memory: its address space is limited to {_in_mb(size)} (`ulimit -v`). torch's libraries take some "
         f"thousand MB of that, and each thread takes more. Raise the limit before the notebook is started"
     )
 

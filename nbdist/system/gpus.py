@@ -32,7 +32,8 @@ def look(gpu: str) -> GpuUse | None:
     """Return the current use of a GPU; None if it is unknown.
 
     `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number or a name. CUDA numbers the fastest GPU first, and the driver
-    numbers by the bus. So if GPUs differ, a number is useless unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    numbers by the bus. So if GPUs differ, the use of a GPU that is given by number is known only if CUDA_DEVICE_ORDER
+    is PCI_BUS_ID.
     """
     with _nvml() as nvml:
         if nvml is None:
@@ -52,7 +53,9 @@ def look(gpu: str) -> GpuUse | None:
 
 
 def local_cores(gpu: str) -> list[int]:
-    """Return the cores of a GPU's NUMA node, by its entry in CUDA_VISIBLE_DEVICES; an empty list if not known."""
+    """Return the cores of the NUMA node of a GPU, which is given by its entry in CUDA_VISIBLE_DEVICES; an empty
+    list if they are not known.
+    """
     with _nvml() as nvml:
         if nvml is None:
             return []

@@ -11,7 +11,8 @@ _COLLAPSE = 25
 
 
 def gather(start: int, size: int) -> None:
-    """Move memory of this process to huge pages, as far as it fills whole ones. Values and addresses do not change.
+    """Move memory of this process to huge pages, except for parts at both ends that fill no whole page. Values and
+    addresses do not change.
 
     Before Linux 6.1 this does nothing.
 

@@ -1,4 +1,6 @@
-"""Interrupts that wait for the end of a step, such as a message, that would raise nothing, or that would be lost."""
+"""Interrupts at difficult moments: in the middle of a step such as a message, within an event loop, or where Python
+would drop them.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ _count = 0
 def deferred_interrupts() -> Iterator[None]:
     """Defer a SIGINT in the main thread to the end of this block. A second SIGINT interrupts at once.
 
-    Blocking the signal has no such effect: another thread of the process receives it then, and Python calls the handler
-    in the main thread anyway.
+    Blocking the signal in the main thread does not help: another thread of the process receives it, and Python calls
+        the handler in the main thread anyway.
     """
     global _handler, _count
     if threading.current_thread() is not threading.main_thread():  # which never handles any
@@ -70,7 +72,7 @@ def interruptible() -> Iterator[None]:
     """Make a SIGINT in this block raise `KeyboardInterrupt` in the main thread, within an event loop, too.
 
     In a cell with a top-level `await`, and under `asyncio.run`, the handler of SIGINT only cancels a task. The task
-    ends at its next `await`, and a call of nbdist in it has none.
+    ends at its next `await`, but a call of nbdist in the task awaits nothing.
     """
     here = threading.current_thread() is threading.main_thread()
     handler: Any = _raw.getsignal(_SIGINT) if here else None
@@ -92,8 +94,8 @@ def interruptible() -> Iterator[None]:
 class kept_interrupts:
     """Repeat an interrupt in this block that Python drops. This works in the main thread.
 
-    Python drops exceptions in finalizers and callbacks. An import has a callback of its lock, so a call that imports
-    something may lose a press of the stop button. Ranks have their own means against this.
+    Python drops exceptions in finalizers and callbacks. The lock of an import has such a callback, so a call that
+    imports something may lose a press of the stop button. Ranks handle this in `rank/interrupts.py`.
     """
 
     def __enter__(self) -> None:

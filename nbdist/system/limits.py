@@ -13,7 +13,7 @@ _ENOUGH = 1 << 20
 
 
 def allow_more_above(fd: int) -> None:
-    """Raise the soft limit if a new descriptor comes near it, because other threads may open more."""
+    """Raise the soft limit if the number of a new descriptor comes close to it, because other threads may open more."""
     if fd + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
         allow_open_files(_SPARE)
 

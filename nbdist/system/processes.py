@@ -10,7 +10,9 @@ from typing import Protocol
 
 
 def open_pidfd(pid: int) -> int:
-    """Open a descriptor that is readable when a process has ended; -1 without such a process, or without Linux."""
+    """Open a descriptor that is readable when a process has ended; -1 if there is no such process, or on other
+    systems than Linux.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -19,7 +21,7 @@ def open_pidfd(pid: int) -> int:
 
 @contextlib.contextmanager
 def own_pidfd() -> Iterator[int]:
-    """Return a descriptor of this process, by which another process can see its end."""
+    """Return a descriptor of this process, which another process can use to see when this process ends."""
     fd = open_pidfd(os.getpid())
     try:
         yield fd
@@ -51,7 +53,9 @@ def exit_status(pid: int) -> int | None:
 
 
 class Holder(Protocol):
-    """The owner of descriptors that must stay in this process, because other processes see its end by them."""
+    """The owner of descriptors that forked children must not keep, because other processes recognize by them that
+    this process has ended.
+    """
 
     def after_fork(self) -> None:
         """Close the descriptors in a child of this process, without effect on the other ends."""

@@ -99,7 +99,7 @@ class Segment:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Allocate the memory of a segment at once."""
+    """Reserve the memory of a segment before it is written."""
     if hasattr(os, "posix_fallocate"):
         for start, length in pieces(size, _RESERVED):
             try:

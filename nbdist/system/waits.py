@@ -61,7 +61,7 @@ def at_rest(pid: int) -> bool:
     """Return whether no thread of a process runs or waits for a disk.
 
     A thread that wakes often for a moment, as gloo's do, is at rest: on a busy machine it waits for a core each time,
-    and looks as if it ran. One that runs is found running each time.
+    and looks as if it ran. A thread that really runs is found running each time.
     """
     running: set[int] | None = None
     for number in range(_LOOKS):

@@ -1,4 +1,5 @@
-"""A board in shared memory: workers write the item that they work on, and read whether the call is over. Both ends.
+"""The board: shared memory in which each worker writes the item that it works on, and reads whether the call is over.
+Both ends.
 
 It is needed because a killed worker cannot report its item, and a worker between two items gets no interrupt.
 """

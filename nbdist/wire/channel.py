@@ -21,8 +21,9 @@ _MOST_FDS = MOST_SEGMENTS + 8
 
 
 class LostDescriptors(OSError):
-    """A message has arrived without its descriptors, because this process cannot open more. The channel is still in
-    step."""
+    """A message has arrived without its descriptors, because this process cannot open more. The channel can still be
+    used.
+    """
 
     def __init__(self, message: tuple[Any, ...]) -> None:
         super().__init__("descriptors were lost on the way: is the limit of open files (ulimit -n) reached?")

@@ -62,7 +62,7 @@ class FrameWriter:
             self._fd = own
 
     def _write(self, data: bytes) -> None:
-        """Write a frame, all of it at once."""
+        """Write a frame in one piece."""
         while True:
             try:
                 os.write(self._fd, data)
@@ -134,7 +134,7 @@ def _with_plain_keys(value: Any, depth: int = 0) -> Any:
 
 
 def frames(kind: int, data: bytes) -> bytes:
-    """Return a text or message as frames, of any total length, for a connection that is not a pipe."""
+    """Return a text or message of any length as frames, for a connection that is not a pipe."""
     parts: list[bytes] = []
     start, number = 0, next(_numbers) & 0xFFFFFFFF
     while start < len(data) or not parts:

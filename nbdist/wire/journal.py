@@ -94,7 +94,8 @@ def path(folder: str, number: int) -> str:
 
 
 class Reader:
-    """Reader of a journal, from the file with the number `start` on. It can be used again while the journal grows.
+    """Reader of a journal, beginning with the file with the number `start`. It can be used again while the journal
+    grows.
 
     Args:
         folder: The folder of the journal.

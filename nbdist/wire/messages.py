@@ -13,7 +13,7 @@ NOTICES = "NBDIST_NOTICES"
 
 
 class Slot(NamedTuple):
-    """The place of a rank in torchrun's terms, and its share of the node."""
+    """The position of a rank in torchrun's terms (rank, local rank, and so on), and its share of the node."""
 
     node: int
     local_rank: int

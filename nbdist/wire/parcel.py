@@ -109,7 +109,7 @@ def pack(
 def _groups(views: Sequence[memoryview], numbers: Iterable[int], apart: bool) -> list[list[int]]:
     """Divide views among segments, and return the indices of each segment's views.
 
-    Small views share a segment. Big views share another one, or with `apart` have one each.
+    Small views share a segment. Big views share another one; with `apart`, each has its own.
     """
     small: list[int] = []
     big: list[int] = []

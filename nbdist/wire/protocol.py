@@ -64,7 +64,7 @@ class Widget(NamedTuple):
 
 
 class EmptyCache(NamedTuple):
-    """Sent by `Session.empty_cache`, so that the rank gives free GPU memory back; answered by `Begun` and `Done`."""
+    """Sent by `Session.empty_cache`, so that the rank releases unused GPU memory; answered by `Begun` and `Done`."""
 
 
 class Leave(NamedTuple):

@@ -159,7 +159,9 @@ class Recorder:
         _FLAGS.pack_into(self._memory, at, flags & ~remove | add)
 
     def _text(self, text: str) -> int:
-        """Return the number of a text, and store the text if it is new; 0, an empty text, if there is no room left."""
+        """Return the number of a text, and store the text if it is new. Without room for it, return 0, the number
+        of the empty text.
+        """
         found = self._texts.get(text)
         return self._add(text) if found is None else found
 

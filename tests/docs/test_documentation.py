@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import doctest
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import SkipTest
@@ -236,6 +238,19 @@ def test_every_page_begins_with_what_it_is_for() -> None:
     for page in pages:
         text = re.sub(r"^---\n.*?\n---\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert re.match(r"\s*# .*\n\nAfter this page you ", text), name_of(page)
+
+
+def test_a_recipe_needs_no_other_recipe(tmp_path: Path) -> None:
+    """Each recipe of the cookbook can be copied with the imports at its top."""
+    text = (DOCS / "cookbook.md").read_text(encoding="utf-8")
+    imports, *recipes = re.split(r"^### \d+\. ", text, flags=re.MULTILINE)
+    assert len(recipes) == 20
+    for number, recipe in enumerate(recipes, 1):
+        code = [block for part in (imports, recipe) for block in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
+        (tmp_path / f"recipe_{number}.py").write_text("\n".join(code), encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_glossary_is_short() -> None:

@@ -34,7 +34,7 @@ def check_platform() -> None:
 
 
 def many_ranks(nranks: int, cores: int) -> str:
-    """Return a notice about the cost of ranks that are many more than the cores; an empty string for fewer ranks.
+    """Return a notice about the cost if there are many more ranks than cores; otherwise an empty string.
 
     A rank uses 7 to 10 MB of its own (benchmarks/results/launch.md).
     """
@@ -47,7 +47,9 @@ def many_ranks(nranks: int, cores: int) -> str:
 
 
 def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
-    """Raise `TypeError` or `ValueError` unless `min_ranks` is None, or from 1 to `nranks` and `restarts` is not 0."""
+    """Raise `TypeError` or `ValueError` for an invalid `min_ranks`: it must be None, or from 1 to `nranks` with
+    `restarts` above 0.
+    """
     if min_ranks is None:
         return
     check_count(min_ranks, least=1, name="min_ranks")

@@ -45,7 +45,7 @@ class Failure:
     Args:
         rank: The rank that has failed. None: the call as a whole, such as by its timeout.
         error: The exception to raise for it.
-        asked: Whether the rank had been asked to end the call before it failed.
+        asked: Whether the rank was asked to end the call before it failed.
     """
 
     def __init__(self, rank: int | None, error: BaseException, asked: bool = False) -> None:
@@ -103,7 +103,7 @@ class Ending:
         return time.monotonic() - self._begin
 
     def left(self, most: float) -> float:
-        """Return the seconds until `decide` has something to decide, at most `most`; 0 or less when it has."""
+        """Return the seconds until `decide` must be called, at most `most`; 0 or less if it must be called now."""
         return most if self._deadline is None else min(most, self._deadline - time.monotonic())
 
     @contextlib.contextmanager
@@ -117,14 +117,14 @@ class Ending:
                 self._deadline += time.monotonic() - begin
 
     def fail(self, rank: int | None, error: BaseException) -> Decision:
-        """Note that a rank, or the call as a whole, has failed."""
+        """Record that a rank, or the call as a whole, has failed."""
         self.failures.append(Failure(rank, error, self.leaving))
         if self.leaving:
             return Decision.GO_ON
         return self._leave(GRACE_WITH_GPU if self._on_gpu else GRACE_AFTER_FAILURE, at_once=True)
 
     def interrupt(self) -> Decision:
-        """Note that the user stops the call."""
+        """Record that the user stops the call."""
         self.interrupted = True
         return self._leave(GRACE_AFTER_INTERRUPT, at_once=False)
 
@@ -133,23 +133,23 @@ class Ending:
         return Decision.ASK_TO_LEAVE
 
     def asked_to_leave(self, all_begun: bool) -> None:
-        """Note that all ranks have been asked to leave by now, and whether each of them had begun the call."""
+        """Record that all ranks have been asked to leave by now, and whether each of them had begun the call."""
         if not self.aborted:
             self._waited_to_begin = not all_begun
             before_abort = 0.0 if self.at_once else GRACE_BEFORE_ABORT
             self._deadline = time.monotonic() + (before_abort if all_begun else GRACE_TO_BEGIN)
 
     def was_aborted(self, all_begun: bool) -> None:
-        """Note that the process groups were aborted, and whether each rank had begun the call."""
+        """Record that the process groups were aborted, and whether each rank had begun the call."""
         enough = all_begun or self._waited_to_begin
         self._deadline = time.monotonic() + (self._grace if enough else max(self._grace, GRACE_TO_BEGIN))
 
     def begun(self) -> None:
-        """Note that a rank begins the call after it was asked to leave."""
+        """Record that a rank begins the call after it was asked to leave."""
         self._extend(self._grace)
 
     def reporting(self) -> None:
-        """Note that a rank has raised and sends its exception, or reports an uninterruptible step."""
+        """Record that a rank has raised and sends its exception, or reports an uninterruptible step."""
         self._extend(GRACE_TO_REPORT)
 
     def _extend(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ class Ending:
             self._deadline = max(self._deadline, time.monotonic() + seconds)
 
     def decide(self) -> Decision:
-        """Return the decision that follows from the time."""
+        """Return what to do now, given the time since the beginning of the call or of its end."""
         if self.left(1.0) > 0:
             return Decision.GO_ON
         if not self.leaving:

@@ -126,7 +126,7 @@ class Executor(SessionRanks):
         return values if request.everyone else values[:1]
 
     def _output_of(self, relay: Relay, rank: int) -> tuple[int, bool, int | None]:
-        """Return which part of a rank's output its node sends, as the fields of `protocol.Call`."""
+        """Return the fields of `protocol.Call` that say which part of a rank's output its node sends."""
         return relay.number, relay.shows(rank), relay.lines
 
     def _send_and_wait(

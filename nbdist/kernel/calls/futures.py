@@ -62,9 +62,9 @@ class FairLock:
         ticket, thread = ticket or Ticket(), threading.get_ident()
         if thread in list(self._queue.values()):
             raise NbdistError(
-                "a call of this session is running in the same thread, so another one would wait for itself: it comes "
-                "from an object that is pickled or rebuilt (`__getstate__`, `__reduce__`, `__setstate__`), or from a "
-                "signal handler. Make the second call before the first one, and pass its value"
+                "a call of this session is running in the same thread, so a second call would wait forever. The second "
+                "call comes from an object that is pickled or rebuilt (`__getstate__`, `__reduce__`, `__setstate__`), "
+                "or from a signal handler. Make the second call before the first one, and pass its value"
             )
         try:
             self._queue[ticket] = thread  # a ticket that was drawn before keeps its place

@@ -69,7 +69,9 @@ class Layout:
 
 
 class Doing(NamedTuple):
-    """The state of a rank in one word, the name of the function, and the begin of the state (seconds since 1970)."""
+    """The state of a rank in one word, the name of the function, and the time at which the state began (seconds since
+    1970).
+    """
 
     state: str
     what: str
@@ -80,7 +82,7 @@ class Group:
     """Running ranks. They end when the last reference to this object is dropped.
 
     Attributes:
-        layout: The layout of the running ranks. With `least` they may be fewer than the layout that was asked for.
+        layout: The layout of the running ranks. With `least`, it may have fewer ranks than the requested layout.
         number: The number of their last process group, from 1.
         recording: The records of their collectives; None for ranks on other machines.
     """

@@ -77,7 +77,7 @@ class Hangs:
         self._over = group.recording is None or not os.path.exists("/proc/self/task")
 
     def look(self, pending: Collection[int]) -> Verdict | None:
-        """Look at the ranks that have not answered. Returns, once, the reason why they never will, when it is known.
+        """Look at the ranks that have not answered. If the reason is found why they will never answer, return it, once.
 
         A look reads one file for each rank every two seconds. Ranks are asked for stacks only when none of them has
         used CPU time for a while.

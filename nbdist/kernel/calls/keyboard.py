@@ -46,7 +46,7 @@ class Keyboard:
             self._answer(rank, None)
 
     def soon(self, seconds: float) -> float:
-        """Return `seconds`, or less while a rank waits for input: the longest time to wait for messages."""
+        """Return the longest time to wait for messages: `seconds`, or less while a rank waits for input."""
         return min(0.1, seconds) if self._questions else seconds
 
     def ready(self) -> bool:
@@ -55,7 +55,9 @@ class Keyboard:
         return bool(self._questions) and (self._rank in self._questions or not stays)
 
     def put(self, pending: Container[int]) -> None:
-        """Show the next question to the user, and send the answer to its rank. `pending`: the ranks of the call."""
+        """Show the next question to the user, and send the answer to its rank. `pending`: the ranks that have not
+        answered.
+        """
         rank = self._rank if self._rank in self._questions else min(self._questions)
         assert rank is not None
         question = self._questions[rank]

@@ -71,7 +71,7 @@ class Answers:
             raise error.with_value(getattr(exc, "value", None)) from exc
 
     def close(self) -> None:
-        """Give up the memory of the answers; objects that have been rebuilt keep theirs."""
+        """Release the memory of the answers. Objects that were rebuilt from them keep theirs."""
         for parcel in self._parcels.values():
             if parcel is not None:
                 parcel.close()
@@ -131,7 +131,7 @@ def rebuild(
 
     Args:
         rank, pid: The number of the rank, and its process.
-        message: The rank's message: the traceback as text, and simpler exceptions for the case that `parcel` fails.
+        message: The rank's message: the traceback as text, and substitutes in case `parcel` cannot be read.
         parcel: The pickled exception.
         originals: The objects that were sent by number.
     """

@@ -68,7 +68,7 @@ class Requests:
 
 
 def check_rank(rank: Any, nranks: int, of: str = "session") -> None:
-    """Raise `TypeError` or `ValueError` unless `rank` is a rank of a session of `nranks`; `of` names another thing."""
+    """Raise `TypeError` or `ValueError` unless `rank` is one of `nranks` ranks. `of` is their group in the error."""
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"rank must be an integer, got {shown(rank)}")
     if not 0 <= rank < nranks:

@@ -67,7 +67,9 @@ class SessionRanks:
         return list(self.group.raised) if self._keep_frames and self.group is not None else []
 
     def log(self, rank: int) -> str:
-        """Return the last output of a rank, or of the last rank with this number; empty before any has started."""
+        """Return the last output of a rank. If the ranks have ended, return the output of the last rank with this
+        number; empty if none was ever started.
+        """
         group = self.group  # which another thread may end
         if group is not None:
             return group.log(rank)

@@ -122,8 +122,9 @@ def report(stacks: Mapping[int, list[Frame] | None]) -> str:
 def _together(
     stacks: Mapping[int, list[Frame] | None], text: Callable[[list[Frame] | None], str]
 ) -> list[tuple[str, str]]:
-    """Return pairs of a text for some ranks and a text about them: one for each rank, or with many ranks one for each
-    distinct text."""
+    """Pair each text about a rank with the names of its ranks: one pair for each rank or, with many ranks, for each
+    distinct text.
+    """
     if len(stacks) <= _FEW:
         return [(f"rank {rank}", text(frames)) for rank, frames in stacks.items()]
     groups: dict[str, list[int]] = {}

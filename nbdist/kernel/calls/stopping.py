@@ -25,7 +25,9 @@ def nothing_sent() -> Iterator[None]:
 
 
 def early_stop(killed: bool) -> KeyboardInterrupt:
-    """Return the exception for a call that was stopped before all ranks had it; `killed`: the ranks were ended."""
+    """Return the exception for a call that was stopped before all ranks had received it; `killed`: the ranks were
+    ended.
+    """
     if not killed:
         return KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
     return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")

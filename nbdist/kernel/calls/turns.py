@@ -52,8 +52,9 @@ class Turns:
         return future
 
     def follow(self, start: Callable[[FairLock], CallFuture[Any] | None]) -> None:
-        """Note the call in the background that `start` begins, given the lock of the turns. `start` returns None if it
-        begins none."""
+        """Call `start` with the lock of the turns, and remember the background call that it begins. `start` returns
+        None if it begins none.
+        """
         future = start(self._lock)
         if future is not None:
             self._background.add(future)

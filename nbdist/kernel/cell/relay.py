@@ -175,7 +175,7 @@ class Relay:
                     self._seen[kind] = text
 
     def failed(self, rank: int) -> None:
-        """Note that a rank has raised or died."""
+        """Record that a rank has raised or died."""
         if self._columns is not None:
             self._columns.failed(rank)
 

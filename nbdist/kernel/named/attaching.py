@@ -20,8 +20,8 @@ def attach(name: str) -> Session:
         name: The name of the session.
 
     Raises:
-        NbdistError: There is no session with this name; it is on another machine; or it was made with another version
-            of nbdist or Python.
+        NbdistError: There is no session with this name; it is on another machine; or it was made with a different
+            version of nbdist or Python.
         PermissionError: Other users can access the session's folder.
 
     Examples:

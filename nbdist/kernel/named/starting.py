@@ -29,8 +29,8 @@ def check_engine(name: str, engine: Any) -> None:
     """Raise `ValueError` for an engine that can start ranks only for its own process."""
     if not hasattr(engine, "origin"):
         raise ValueError(
-            f"name must be None for ranks of {type(engine).__name__}, got {name!r}: it has no `origin`, which an "
-            f"engine needs for ranks that outlive the notebook (see nbdist.engines.contract)"
+            f"name must be None for ranks of {type(engine).__name__}, got {name!r}: the engine has no `origin`, which "
+            f"ranks that outlive the notebook need (see nbdist.engines.contract)"
         )
 
 

@@ -144,8 +144,8 @@ class WarmContext(_Own):
 def make(name: str) -> WarmContext:
     """Make the context of the library of this name.
 
-    In the processes themselves the library's own classes of its `fork` method are used, which `in_processes` names:
-    these processes are safe to fork.
+    In the processes themselves, the library's own classes for its start method `fork` are used, since these processes
+    are safe to fork. `in_processes` is the name of that context.
     """
     library, starter = Library(name), Starter(name)
     own = {"library": library, "starter": starter}

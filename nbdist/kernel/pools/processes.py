@@ -118,7 +118,7 @@ class Running:
                 self._ranks.signal(0, signum)
 
     def kill(self) -> None:
-        """End the process, on purpose."""
+        """End the process, on request of the user or of a pool."""
         self.asked_to_end = True
         self.signal(signal.SIGKILL)
 

@@ -103,7 +103,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def inside(whole: Span, spans: Sequence[Span]) -> list[Span]:
-    """Return the parts of `spans`, which do not overlap, inside `whole`."""
+    """Cut `spans` to the parts inside `whole`. The spans must not overlap."""
     first = max(0, bisect.bisect_right(spans, whole.start, key=lambda span: span.start) - 1)
     found = []
     for span in itertools.islice(spans, first, None):
@@ -115,7 +115,7 @@ def inside(whole: Span, spans: Sequence[Span]) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the parts of `spans` outside `others`; the spans of each list do not overlap."""
+    """Return the parts of `spans` outside `others`. The spans of each list must not overlap."""
     found = []
     for span in spans:
         start = span.start

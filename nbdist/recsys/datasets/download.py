@@ -40,7 +40,7 @@ def holds(folder: Path, files: Sequence[str]) -> bool:
 
 
 def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) -> None:
-    """Make `target` the folder of its name in the zip file at `url`.
+    """Download the zip file at `url`, and unpack from it the folder with the name of `target` to `target`.
 
     The part of an interrupted download is kept next to `target`, as ``<name>.zip.part``. This call continues it several
     times, and a later call continues it, too. If several processes want the same file, one downloads it and the others
@@ -55,7 +55,7 @@ def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) 
 
     Raises:
         Unreachable: No server answered.
-        ConnectionError: The download began, and then broke off again and again.
+        ConnectionError: The download started, but the connection was lost several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
         ValueError: `url` is no web address; the file has another checksum, is no zip file, has a path that leads
             outside it, or lacks `files`. What was downloaded is removed.

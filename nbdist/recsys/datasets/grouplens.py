@@ -69,8 +69,8 @@ def movielens(
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or there is no source and `download` is False.
         ConnectionError: The server cannot be reached, or the download broke off several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
-        ValueError: A file has another format, or another number of ratings than the set (for a folder of `path`: more
-            ratings). The message names the file.
+        ValueError: A file has a different format, or another number of ratings than the set (for a folder of `path`:
+            more ratings). The message names the file.
 
     Examples:
         >>> from nbdist.recsys.datasets import movielens
@@ -146,7 +146,7 @@ def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl
             f"downloaded or unpacked. Remove {folder} and get it again"
         )
     if movies.null_count().sum_horizontal().item() or movies["movie"].is_duplicated().any():
-        raise ValueError(f"{item}: some lines have no number, no title or a number of another line")
+        raise ValueError(f"{item}: some lines have no number, no title, or the number of another movie")
     unknown = frame.select(pl.col("movie").unique().sort()).join(movies, on="movie", how="anti", maintain_order="left")
     if unknown.height:
         raise ValueError(f"{item}: no title for {unknown.height} rated movies, the first of them {unknown.item(0, 0)}")

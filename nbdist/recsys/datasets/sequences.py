@@ -14,7 +14,8 @@ def synthetic_sequences(
     A habit is a cycle over all items, in an order of its own, and a user walks along the cycle of their habit from any
     item on. The last two items of a history determine the habit, and so the next item (except where two cycles share a
     step, which happens for about one item in `n_items`). The last item alone leaves one possibility for each habit: a
-    prediction from it is right once in `habits` times, and a prediction by popularity once in `n_items` times.
+    prediction from the last item is right once in `habits` times, and a prediction by popularity once in `n_items`
+    times.
 
     Args:
         n_users: The number of users, who are numbered from 1.

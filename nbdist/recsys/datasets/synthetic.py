@@ -84,7 +84,7 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
 
 
 def _popularity(n_users: int, n_items: int, n_ratings: int) -> _Floats:
-    """The probability of each movie to be drawn, not normalized, the most popular first; shape (n_items,).
+    """The probability that each movie is drawn, not normalized, the most popular movie first; shape (n_items,).
 
     In MovieLens 100k, 1m and 25m, about half of the users have rated the most popular movie, and one user the least
     popular. The counts between are roughly ``users / 2 * exp(-steep * x ** bend)`` for x from 0 to 1, with a bend such

@@ -61,23 +61,23 @@ def continue_training(
 ) -> Day:
     """Learn a day's rows, each once and in their order, and save the day. All ranks must call it.
 
-    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones, or codes of ids that
-       have passed their `time_to_live` (see `Categorify`): the rows of these codes begin as new ones do.
-    2. `make` builds the model with as many codes; weights and optimizer state are yesterday's. Rows of new ids begin as
-       the mean of the known ones (`Vocabulary.unknown_weights`).
+    1. The workflow of the day before is fitted further: codes stay, and new ids get the next ones, or codes that were
+        freed by `time_to_live` (see `Categorify`): the rows of these codes start like new rows.
+    2. `make` builds the model for this number of codes; weights and optimizer state are yesterday's. Rows of new ids
+       begin as the mean of the known ones (`Vocabulary.unknown_weights`).
     3. Each step's rows are predicted, in evaluation mode, before the step is taken: loss and metrics of these
-       predictions are the curve of the day (progressive validation). Numbers that the workflow has learned, such as
-       the means of a `TargetEncoding`, are yesterday's in these rows: they contain nothing of what is predicted.
+       predictions are the curve of the day (progressive validation). In these rows, numbers that the workflow has
+       learned, such as the means of a `TargetEncoding`, are yesterday's, so that nothing leaks from the targets.
     4. The folder gets the workflow, a snapshot of the model, the delta, and the curve. It appears when it is complete.
 
-    Steps have the same rows on any number of ranks. The day's columns are in memory on each rank.
+    A step has the same rows, whatever the number of ranks. The day's columns are in memory on each rank.
 
     Args:
-        yesterday: The day before, or its folder: from `save_day` or `continue_training`.
+        yesterday: The day before, as `save_day` or `continue_training` returned it, or its folder.
         log: The rows of the day, in the order of time, as for `Workflow.fit`: Parquet files, or a frame.
         folder: The folder to write, which all ranks reach.
-        make: Called on each rank with the workflow; returns the model, from `shard` or `replicate`, with the optimizer
-            that the day before had.
+        make: A function that each rank calls with the workflow. It returns the model, from `shard` or `replicate`, with
+            the same optimizer as the day before.
         predict: As for `fit`.
         batch_size: Rows of a step on all ranks together, at most.
         columns: The workflow's outputs that a batch has. None: all.
@@ -92,8 +92,8 @@ def continue_training(
         The day, on every rank.
 
     Raises:
-        FileNotFoundError, ValueError: There is no day before; a column is missing or has another type; there are fewer
-            rows than ranks; the model does not fit the snapshot; a loss is not finite.
+        FileNotFoundError, ValueError: There is no day before; a column is missing or has a different type; there are
+            fewer rows than ranks; the model does not fit the snapshot; a loss is not finite.
         FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
         RuntimeError: Outside a process group.
 
@@ -150,7 +150,7 @@ def continue_training(
 def _rows(
     workflow: Workflow, old: Workflow, log: Source, folder: Path, columns: Sequence[str] | None, progress: bool
 ) -> pl.DataFrame:
-    """Return the rows of the day, with today's codes, and otherwise the numbers that were known before it."""
+    """Return the rows of the day with today's codes. All other learned numbers are yesterday's."""
     past = copy.copy(workflow)
     past.state = dataclasses.replace(old.state, vocabularies=workflow.vocabularies)
     files = past.write(
@@ -166,7 +166,7 @@ def _rows(
 
 
 def _default_metrics(goal: Objective) -> dict[str, Any]:
-    """Return the metrics of click models, where all losses are theirs."""
+    """Return the metrics of click models if each loss is a click model's loss."""
     if any(one is not log_loss for one in goal.losses.values()):
         return {}
     found: dict[str, Any] = {task: {"auc": AUC()} for task in goal.losses}
@@ -174,7 +174,9 @@ def _default_metrics(goal: Objective) -> dict[str, Any]:
 
 
 def _columns_of(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the weights of tables of codes: name in the snapshot → a column that is looked up there."""
+    """Return a mapping from the name of each weight of a table of codes, in the snapshot, to a column that is looked up
+    in the table.
+    """
     if foreign := (tables or {}).keys() - old.vocabularies.keys():
         raise ValueError(f"`tables` must have columns of codes, {', '.join(old.vocabularies)}, got {min(foreign)!r}")
     saved = [key.removeprefix("model.") for key in contents(snapshot) if key.startswith("model.")]
@@ -189,7 +191,7 @@ def _columns_of(old: Workflow, snapshot: Path, tables: Mapping[str, str] | None)
 
 
 def _state_before(model: Parallel, parts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return, on rank 0, the state of the day before, without rows that no code had."""
+    """Return, on rank 0, the state of the day before, without the rows whose codes were not used."""
     whole = model.gather()
     if whole is None:
         return {}
@@ -200,7 +202,7 @@ def _state_before(model: Parallel, parts: Mapping[str, Tensor]) -> dict[str, Any
 def _learned(
     run: Run, loader: InOrderLoader, metrics: Mapping[str, Metric], tasks: Mapping[str, str], progress: bool
 ) -> tuple[pl.DataFrame, dict[str, float]]:
-    """Predict the rows of each step, and then take it; return the curve, and the metrics of all rows."""
+    """Predict the rows of each step before taking the step. Return the curve, and the metrics of all rows."""
     whole = copy.deepcopy(dict(metrics))
     reset(whole)
     curve: list[dict[str, Any]] = []

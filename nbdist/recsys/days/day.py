@@ -1,7 +1,8 @@
 """A day in a folder: workflow, snapshot of the model, the difference from the day before, and its predictions.
 
-``workflow/`` as `Workflow.save` writes it; ``model/`` as `save` of a model on all ranks does, weights and optimizer;
-``delta.zst``, see `Delta`, and ``curve.parquet``, both not on the first day; ``day.json``, the rest.
+The folder contains ``workflow/``, as `Workflow.save` writes it; ``model/``, weights and optimizer state, as `save` of a
+model on all ranks writes them; ``day.json``; and, except on the first day, ``delta.zst`` (see `Delta`) and
+``curve.parquet``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Day:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Day:
-        """Return the day that is in a folder.
+        """Read the day in a folder.
 
         Raises:
             FileNotFoundError: There is no such folder.
@@ -67,7 +68,7 @@ class Day:
         try:
             found = json.loads((path / _JSON).read_text("utf8"))
             if found.pop("format") != _FORMAT or found.pop("version") > _VERSION:
-                raise ValueError("it has another format, or a later version")
+                raise ValueError("it has a different format, or a later version")
             return cls(**{**found, "folder": path})
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path / _JSON}: not a day of save_day or continue_training: {error}") from error
@@ -109,17 +110,17 @@ class Day:
 
 
 def save_day(folder: str | os.PathLike[str], workflow: Workflow, model: Parallel, *, overwrite: bool = False) -> Day:
-    """Save the first day, from which `continue_training` goes on. All ranks must call it.
+    """Save the first day, which `continue_training` starts from. All ranks must call it.
 
     Args:
         folder: The folder to write, which all ranks reach. It appears when it is complete.
         workflow: The fitted workflow that has made the codes of the training.
         model: The trained model, the result of `shard` or `replicate`.
-        overwrite: Whether a day that is there is replaced.
+        overwrite: Whether to replace a day in the folder.
 
     Raises:
         RuntimeError: The workflow is not fitted.
-        FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+        FileExistsError: The folder exists, and `overwrite` is False or the folder holds something else.
 
     Examples:
         >>> import polars as pl
@@ -147,13 +148,13 @@ def write_day(
     curve: pl.DataFrame | None = None,
     metrics: dict[str, float] | None = None,
 ) -> None:
-    """Write the files of a day into a folder that is there. All ranks must call it.
+    """Write the files of a day into an existing folder. All ranks must call it.
 
     Args:
         folder: The folder.
         workflow, model: As for `save_day`.
         before: The digest and, on rank 0, the state of the day before. None: it is the first day.
-        curve, metrics: How the rows were predicted.
+        curve, metrics: The quality of the predictions, by step and over all rows.
     """
     workflow.save(folder / _WORKFLOW)
     model.save(folder / _MODEL)

@@ -1,8 +1,8 @@
 """The difference of a model's weights from one day to the next: rows of tables, and dense weights.
 
-A tensor is taken as rows. A row that has changed is stored as the bits that differ from the row before (their
-exclusive or): most of them are zeros after small steps. A table of raw ids has its rows by id. In the file, numbers lie
-byte by byte (all first bytes, then all second ones), compressed by zstd.
+A tensor is treated as rows. A row that has changed is stored as the exclusive or of its old and new bits. After small
+steps, most bits of the result are zeros. The rows of a table of raw ids are identified by their ids. The file has the
+first bytes of all numbers, then all second bytes, and so on, compressed by zstd.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """The difference of two states of a model, of two days: it makes the second of the first, bit for bit.
+    """The difference between a model's states of two days. Applied to the first state, it gives the second one, bit for
+    bit.
 
     Examples:
         >>> import torch
@@ -80,20 +81,20 @@ class Delta:
     def between(
         cls, before: State, after: State, digest_before: str | None = None, digest_after: str | None = None
     ) -> Delta:
-        """Return the difference of two states on the CPU, of one model; tables may have other numbers of rows.
+        """Return the difference of two states of one model, both on the CPU. Tables may have grown or shrunk.
 
         Args:
             before: The earlier `state_dict`.
             after: The later one.
-            digest_before: The digest of `before`, if it is known, as `Day.weights` is. None: it is computed.
-            digest_after: The same of `after`.
+            digest_before: The digest of `before`, if the caller knows it. None: it is computed.
+            digest_after: The digest of `after`, in the same way.
 
         Raises:
             ValueError: The states are of different models.
         """
         old, new = _flat(before), _flat(after)
         if old.keys() != new.keys():
-            raise ValueError(f"states must be of one model, got {min(old.keys() ^ new.keys())} in one of them alone")
+            raise ValueError(f"both states must be of one model, but only one has {min(old.keys() ^ new.keys())}")
         found = {name: _difference(name, old[name], new[name]) for name in new}
         changes = {name: one for name, one in found.items() if len(one.gone) or len(one.changed)}
         return cls(digest_before or digest_of(before), digest_after or digest_of(after), changes)
@@ -110,17 +111,16 @@ class Delta:
             state: The `state_dict` of the earlier day, on the CPU. It is not changed.
 
         Raises:
-            ValueError: It is another day's, or another model's.
+            ValueError: `state` belongs to another day or to another model.
         """
         if (found := digest_of(state)) != self.before:
             raise ValueError(
-                f"`state` must be the one before this delta ({self.before}), got {found}: deltas are applied day "
-                "after day, none is left out"
+                f"`state` must have the digest {self.before}, got {found}: apply the deltas of all days in order"
             )
         rows = {name: _changed(one, self._changes.get(name)) for name, one in _flat(state).items()}
         made = {name: _like(value, name, rows) for name, value in state.items()}
         if digest_of(made) != self.after:
-            raise ValueError(f"the delta is damaged: it does not make the state {self.after}")
+            raise ValueError(f"the delta is damaged: it does not give the state {self.after}")
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -192,7 +192,9 @@ def _flat(state: State) -> dict[str, _Rows]:
 
 
 def _id_key(key: str, table: Mapping[str, Tensor]) -> str | None:
-    """Return which ids a column of a table of raw ids belongs to; None for a single number."""
+    """Return the ids that the rows of a tensor belong to, if the tensor is a part of a table of raw ids; None for a
+    single number.
+    """
     if not table[key].ndim:
         return None
     return "waiting_ids" if key.startswith("waiting_") else "ids"
@@ -204,7 +206,7 @@ def _numbered(tensor: Tensor) -> _Rows:
 
 
 def _like(value: Any, name: str, rows: Mapping[str, _Rows]) -> Any:
-    """Return a value of a state in the form of `value`, from rows."""
+    """Rebuild a value of a state from its rows, in the form of `value`."""
     if isinstance(value, Tensor):
         made = rows[name].fields[""]
         return made if value.ndim else made.reshape(())
@@ -226,7 +228,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _values(bits: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor with such bits, and the type and width of another one."""
+    """Rebuild a tensor from such integers, with the type and width of another tensor."""
     shape = (len(bits), *like.shape[1:])
     return bits.bool().reshape(shape) if like.dtype == torch.bool else bits.reshape(shape).view(like.dtype)
 
@@ -249,8 +251,8 @@ def _difference(name: str, before: _Rows, after: _Rows) -> _Change:
         old = before.fields[field]
         if old.dtype != new.dtype or old.shape[1:] != new.shape[1:]:
             raise ValueError(
-                f"states must be of one model, got {name} of shape {tuple(old.shape)}, {old.dtype}, and then "
-                f"{tuple(new.shape)}, {new.dtype}"
+                f"both states must be of one model, but {name} is {old.dtype} of shape {tuple(old.shape)} in the "
+                f"first and {new.dtype} of shape {tuple(new.shape)} in the second"
             )
     old_bits, new_bits = _aligned(before, after.ids), {key: _bits(one) for key, one in after.fields.items()}
     differ = ~torch.isin(after.ids, before.ids, assume_unique=True)
@@ -279,7 +281,7 @@ def _changed(before: _Rows, change: _Change | None) -> _Rows:
 
 
 def _packed(change: _Change) -> dict[str, Any]:
-    """Return a change as it is in the file."""
+    """Return a change in the form in which the file stores it."""
     ids = {
         name: _planes(one.diff(prepend=one.new_zeros(1))) for name, one in change._asdict().items() if name != "bits"
     }
@@ -293,7 +295,7 @@ def _unpacked(packed: Mapping[str, Any]) -> _Change:
 
 
 def _planes(integers: Tensor) -> Tensor:
-    """Return the bytes of integers, shape (bytes of each, integers)."""
+    """Split integers into bytes, shape (bytes of an integer, number of integers)."""
     return integers.contiguous().reshape(-1, 1).view(torch.uint8).T.contiguous()
 
 

@@ -20,16 +20,16 @@ def follow(
     poll_seconds: float = 1.0,
     timeout: float | None = None,
 ) -> Iterator[Path]:
-    """Yield the Parquet files of a folder, and then new ones as they come, each once, when it is complete.
+    """Yield the Parquet files of a folder, and then new files as they appear, each once, when it is complete.
 
-    A file is complete when its footer can be read, which a writer writes last. Files that are complete at the same time
-    come in the order of their names. Names that begin with "." or "_" are passed over, as by other programs.
+    A file is complete when its footer can be read, because the footer is written last. Files that are complete at the
+    same time come in the order of their names. Names that begin with "." or "_" are ignored, as in other programs.
 
     Args:
-        folder: The folder. It may not be there yet.
-        after: Files that are not wanted, by name or path: those that were learned from earlier.
-        poll_seconds: Seconds from one look at the folder to the next.
-        timeout: Seconds without a new file after which the iteration ends. None: it has no end.
+        folder: The folder. It need not exist yet.
+        after: Files to leave out, by name or path, such as files that the model has already learned from.
+        poll_seconds: The number of seconds between two looks at the folder.
+        timeout: The iteration ends after this number of seconds without a new file. None: it never ends.
 
     Raises:
         TypeError, ValueError: `poll_seconds` is not a number above 0, or `timeout` is below 0.

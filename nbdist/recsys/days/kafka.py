@@ -1,4 +1,4 @@
-"""A log in Kafka: rows of a topic as frames, each learned from before the next is asked for."""
+"""A log in Kafka: the rows of a topic as frames. The position is committed only after a frame was processed."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def follow_kafka(
 ) -> Iterator[pl.DataFrame]:
     """Yield the rows of a Kafka topic, whose messages are JSON objects, as frames.
 
-    The position in the topic is committed when the next frame is asked for: what was done with a frame before, such as
-    `continue_training`, is then complete. A process that is killed in between gets the frame's rows again.
+    The position in the topic is committed when the next frame is requested, because the work on the previous frame,
+    such as `continue_training`, is complete then. A process that is killed before that gets the frame's rows again.
 
     Args:
         topic: The topic.
-        schema: Column → type of polars. A message may lack a column, which is then null; further ones are passed over.
+        schema: Column → type of polars. A column that a message lacks is null; further keys of a message are ignored.
         options: The options of `confluent_kafka.Consumer`, such as
             ``{"bootstrap.servers": "kafka:9092", "group.id": "clicks"}``. A group without a position begins with the
             oldest message.
-        max_rows: Rows of a frame, at most.
-        seconds: Seconds after its first row after which a frame is yielded, full or not.
-        timeout: Seconds without a message after which the iteration ends. None: it has no end.
+        max_rows: The largest number of rows of a frame.
+        seconds: The longest time, in seconds, that a frame waits for more rows after its first row.
+        timeout: The iteration ends after this number of seconds without a message. None: it never ends.
 
     Raises:
         ImportError: confluent-kafka is not installed: `pip install "nbdist[kafka]"`.
-        TypeError, ValueError: An argument makes no sense; or a message is no JSON object with such columns: the error
-            names its partition and offset.
+        TypeError, ValueError: An argument is invalid, or a message is not a JSON object with these columns. The error
+            names the message's partition and offset.
         confluent_kafka.KafkaException: The topic cannot be read.
 
     Examples:
@@ -98,7 +98,7 @@ def _frames(
 
 
 def _checked(message: Any) -> Any:
-    """Return a message that is no error."""
+    """Return the message; raise its exception if it reports an error."""
     from confluent_kafka import KafkaException
 
     if message.error():
@@ -107,7 +107,7 @@ def _checked(message: Any) -> Any:
 
 
 def _frame(messages: Sequence[Any], schema: pl.Schema) -> pl.DataFrame:
-    """Return the rows of messages; the error for one that is none names it."""
+    """Return the rows of messages. The error for a message without a row names the message."""
     rows: list[dict[str, Any]] = []
     for message in messages:
         try:

@@ -18,8 +18,8 @@ def count_values(
     """Return a query that counts the values of a column, or of its lists: `value`, null included, and `count`.
 
     Args:
-        table: A table that has the column, to be joined by the key `on`. For the count, the table is not joined: its
-            keys are counted, and the counts are added up over the rows of the table.
+        table: A table that has the column, and is joined to the rows by the key `on`. The count needs no join: it
+            counts the keys in the rows, and then adds up these counts over the rows of the table.
     """
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     plain = pl.String if isinstance(inner, (pl.Categorical, pl.Enum)) else inner
@@ -46,7 +46,7 @@ def _explode(frame: pl.LazyFrame, name: str) -> pl.LazyFrame:
 
 
 class Counts:
-    """The count of each value: of some rows, of more rows, and at the end of all ranks."""
+    """The count of each value, collected part by part, and at the end over all ranks."""
 
     def __init__(self) -> None:
         self._frames: list[pl.DataFrame] = []

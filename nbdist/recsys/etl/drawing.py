@@ -13,7 +13,7 @@ from .ops.step import Step
 
 @dataclass(frozen=True)
 class Graph:
-    """Steps, and the columns that go from one to the next. A notebook shows it as a picture."""
+    """The graph of steps and of the columns that go from one step to the next. A notebook shows it as a picture."""
 
     nodes: tuple[tuple[str, str], ...]
     """The name and the text of each step, and of each column at the beginning or the end."""

@@ -33,8 +33,8 @@ def check_rows(expression: pl.Expr, schema: pl.Schema, where: str) -> None:
 
     The same holds for an expression whose result differs between processes.
 
-    Polars moves the selection of rows before the expression only if that does not change its values.
-    (`Expr.meta.is_row_separable` cannot be used: in polars 2.1 it is true for ``x - x.mean()``.)
+    The check uses polars' optimizer, which moves a selection of rows before an expression only if that does not change
+    its values. (`Expr.meta.is_row_separable` cannot be used: in polars 2.1 it is true for ``x - x.mean()``.)
     """
     if any(_gives_physical(node, schema) for node in _nodes(to_json(expression, where))):
         raise ValueError(

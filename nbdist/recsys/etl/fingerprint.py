@@ -44,8 +44,9 @@ class Fingerprint:
 
 
 def _hash(column: pl.Series) -> pl.Series:
-    """Return the hash of each value, uint64. A float is hashed by its bits, with one hash for 0.0 and -0.0, and one for
-    null and NaN."""
+    """Return the hash of each value, uint64. A float is hashed by its bits, but 0.0 and -0.0 have the same hash,
+    and so do null and NaN.
+    """
     if column.dtype.is_float():
         values = column.cast(pl.Float64).fill_nan(None) + 0.0
         bits = pl.Series(np.ascontiguousarray(values.fill_null(0.0).to_numpy()).view(np.uint64))

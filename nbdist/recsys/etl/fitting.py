@@ -1,4 +1,6 @@
-"""Rows whose columns have other types than in `fit`, but the same meaning: ids that are int64 now and were int32."""
+"""Rows whose columns have different types than in `fit`, but the same meaning, such as ids that were int32 and are
+int64 now.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def type_of(kind: str) -> pl.DataType | None:
 
 
 def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
-    """Return the type to cast to, or `dtype` itself; None if it cannot replace the other type."""
+    """Return the type to which a column of type `dtype` must be cast, or `dtype` if no cast is needed; None if this
+    type cannot replace the type in `fit`.
+    """
     if isinstance(dtype, pl.List) and kind.startswith("list[") and isinstance(dtype.inner, pl.DataType):
         inner = _cast(dtype.inner, kind[len("list[") : -1])
         return None if inner is None else pl.List(inner)
@@ -100,7 +104,7 @@ def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
 
 
 def _fits(dtype: pl.DataType, other: pl.DataType) -> bool:
-    """Return whether one integer type has all values of another: `dtype` fits into `other`."""
+    """Return whether the integer type `other` has all values of the integer type `dtype`."""
     (signed, bits), (other_signed, other_bits) = (_sign_and_bits(one) for one in (dtype, other))
     return bits <= other_bits if signed == other_signed else other_signed and bits < other_bits
 

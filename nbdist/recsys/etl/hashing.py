@@ -1,4 +1,5 @@
-"""Hashes of values that are equal in every process, version and machine; `triton/served/preprocess.py` has them too.
+"""Hashes of values, the same in every process, version and machine. `triton/served/preprocess.py` computes the same
+hashes.
 
 polars' own `hash` changes between versions of polars, and the codes of a trained model must not.
 """

@@ -25,7 +25,7 @@ _NUMBER = 8  # bytes of a row's number
 def sequences(
     rows: Frame, *columns: str, by: str | Sequence[str] = "user", time: str = "timestamp", length: int | None = None
 ) -> Frame:
-    """Return a row for each user, with lists of the values in their rows, ordered by time.
+    """Return a row for each user, with lists of the values from the user's rows, ordered by time.
 
     Rows with the same time keep their order; a null or NaN time comes before all others. Users are in the order of
     their first row.
@@ -146,8 +146,8 @@ def write_history(
 
     Raises:
         FileExistsError: `folder` exists, or another process is writing it.
-        FileNotFoundError, ValueError: A file or column is missing, a file has another schema than the first, or there
-            are no rows; the error names file and column. Also the errors of `with_history`.
+        FileNotFoundError, ValueError: A file or column is missing, a file has a different schema than the first, or
+            there are no rows; the error names file and column. Also the errors of `with_history`.
 
     Examples:
         >>> import polars as pl

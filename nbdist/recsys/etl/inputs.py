@@ -61,8 +61,9 @@ class Part:
         return self.slice(self.start, self.rows)
 
     def collect(self, queries: Sequence[pl.LazyFrame], engine: Any) -> list[pl.DataFrame]:
-        """Return the results of queries on `scan`; raise `ValueError` with the name of the part if it cannot be
-        read."""
+        """Return the results of queries on `scan`. If the rows cannot be read, raise `ValueError` with the name of
+        their file.
+        """
         try:
             return pl.collect_all(queries, engine=engine)
         except pl.exceptions.PolarsError as error:
@@ -88,8 +89,8 @@ class Input:
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file is not Parquet, has another schema than the first, or there are no rows. The error names file
-            and column.
+        ValueError: A file is not Parquet, has a different schema than the first, or there are no rows. The error names
+            file and column.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Input:
     @classmethod
     def of_files(cls, files: Paths) -> Input:
         found = inspect(files, _look)
-        names = list(found.types)  # another file may have them in another order
+        names = list(found.types)  # another file may have them in a different order
         slices: list[_Slice] = [frame.select(names).slice for frame in found.opened]
         types = dict(found.types)
         for column, values in found.partitions.items():
@@ -172,8 +173,9 @@ class Input:
         return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
 
     def with_columns(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
-        """Add columns that are computed from other rows. Shift n refers to the n-th row before, or, below 0, the row
-        after."""
+        """Add columns that are computed from other rows. A shift of n refers to the row n places before; a negative
+        shift, to a later row.
+        """
         before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
 
         def more_of(offset: int) -> _Slice:

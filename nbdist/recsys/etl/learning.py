@@ -89,7 +89,7 @@ def numbered(given: Input, steps: Sequence[Step], state: State, columns: Sequenc
         columns: The columns that must exist after the steps.
 
     Raises:
-        ValueError: The rows differ from the rows of `fit`, or have another order.
+        ValueError: The rows differ from the rows of `fit`, or have a different order.
     """
     after = needed(steps, columns)[1:]
     for i, step in enumerate(steps):

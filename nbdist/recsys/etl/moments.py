@@ -62,12 +62,14 @@ def known(column: pl.Expr) -> pl.Expr:
 
 
 def mean() -> pl.Expr:
-    """Return the mean in a table; if all values are equal, this value, without the rounding of their sum."""
+    """Return the mean in a table. If all values are equal, the mean is exactly this value, without the rounding error
+    of a sum.
+    """
     return (pl.col(SUM) / pl.col(COUNT)).clip(pl.col(LEAST), pl.col(MOST))
 
 
 class Sums:
-    """The sums of an `Aggregate`: of some rows, of more rows, and at the end of all ranks.
+    """The sums of an `Aggregate`, collected part by part, and at the end over all ranks.
 
     Args:
         keys: The keys of the rows, with the names in `key`.
@@ -167,7 +169,8 @@ def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
 
 
 def overall(table: pl.DataFrame) -> dict[str, float]:
-    """Return the statistics of all rows of a table together: `mean`, `std`, `var`, `min`, `max`; 0 for an empty table.
+    """Return the statistics of a table as if all its rows had one key: `mean`, `std`, `var`, `min`, `max`; 0 for an
+    empty table.
 
     They are sample statistics: the variance divides by the number of values minus one, and is 0 for a single value.
     """

@@ -167,7 +167,7 @@ class Places:
         return pl.Schema({**columns, _POSITION: pl.UInt32()})
 
     def of(self, rows: pl.DataFrame, position: npt.NDArray[np.uint64]) -> Placed:
-        """Return the bucket and the position of rows, given their positions in the whole output."""
+        """Return the bucket of each row, and its position in the bucket, given its position in the whole output."""
         bucket = np.searchsorted(self._starts, position, side="right") - 1
         inside = pl.Series(_POSITION, (position - self._starts[bucket]).astype(np.uint32))
         return Placed(rows.with_columns(inside), bucket)
@@ -296,7 +296,7 @@ def _arrow(frame: pl.DataFrame) -> pa.Table:
 
 
 def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
-    """Return the name and the type in Parquet of the values of a column; for lists, of the values in the lists."""
+    """Return the name and the Parquet type of a column's values; for a column of lists, of the values in the lists."""
     return _leaf(f"{name}.list.element", dtype.value_type) if pa.types.is_large_list(dtype) else (name, dtype)
 
 

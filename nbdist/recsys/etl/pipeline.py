@@ -32,8 +32,8 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
     `uses_row_numbers`.
 
     Steps are independent, with one exception. If a later step categorifies a joined column, and no step in between
-    changes it, the codes are computed once for each row of the joined table, and joined instead. There are more ratings
-    than movies.
+    changes it, the codes are computed once for each row of the joined table, and joined instead: a table of movies has
+        far fewer rows than their ratings.
     """
     steps = [step for step in steps if not step.selects]
     columns = needed(steps, wanted)
@@ -55,8 +55,9 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
 
 
 def _coded_later(steps: Sequence[Step], index: int, columns: Sequence[set[str]]) -> list[str]:
-    """Return the columns that the join with the number `index` adds and that a later step replaces by codes, without
-    changes before. `columns` are the `needed` columns."""
+    """Return the columns that the join with the number `index` adds, that no step changes, and that a later step
+    then replaces by codes. `columns` are the `needed` columns.
+    """
     return [
         name
         for i, later in enumerate(steps)

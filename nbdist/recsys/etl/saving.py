@@ -59,7 +59,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The file, which the error names, has another format or a later version.
+        ValueError: The file, which the error names, has a different format or a later version.
     """
     path = folder / "workflow.json"
     try:
@@ -119,4 +119,4 @@ def _compare(said: Any, restored: Any, where: str) -> None:
         for name in said.keys() & restored.keys() - {"expression"}:
             _compare(said[name], restored[name], f"{where}, {name}")
     elif json.dumps(said) != json.dumps(restored):  # 1, 1.0 and true are different
-        raise ValueError(f"{where}: the file says {said!r}, and its other parts {restored!r}")
+        raise ValueError(f"{where}: workflow.json has {said!r}, but the step that was read from it has {restored!r}")

@@ -80,8 +80,8 @@ def time_split(
 ) -> Split[Frame]:
     """Take the latest rows for testing, the rows before them for validation, and the earliest for training.
 
-    Rows with the same time are in the same part, the one of the first of them. A null or NaN time comes before all
-    others.
+    Rows with the same time are in the same part: the part of the first of them. A null or NaN time comes before all
+        others.
 
     Args:
         rows: As for `leave_one_out`.

@@ -17,7 +17,7 @@ from .workflow import Workflow
 def fill_unknown(
     model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None = None
 ) -> dict[str, list[int]]:
-    """Set the rows of a trained model's tables that no training row has used to the mean of the known rows.
+    """Fill rows of a trained model's tables that no training row has used: they get the mean of the known rows.
 
     Otherwise an unknown user has the initial vector of the table, and a random prediction. The mean is over the values
     in the vocabulary, weighted by their counts in `Workflow.fit`. Only the rows of codes 0 (null) and 1 (unseen values,
@@ -57,8 +57,8 @@ def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
         for name, vocabulary in known.items():
             if vocabulary.size > len(weight):
                 raise ValueError(
-                    f"column {name!r} has {vocabulary.size} codes and its table {len(weight)} rows: the model was "
-                    "trained with another workflow"
+                    f"column {name!r} has {vocabulary.size} codes, but its table has only {len(weight)} rows: the "
+                    "model was trained with another workflow"
                 )
         if len({vocabulary.num_buckets for vocabulary in known.values()}) > 1:
             raise ValueError(

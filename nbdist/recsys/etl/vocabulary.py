@@ -26,7 +26,8 @@ class Vocabulary:
     value has one of the codes 1 to `num_buckets`, by its hash, and the codes of known values follow. In a column of
     lists every element has a code, and a null list becomes a list with the code 0.
 
-    With `time_to_live`, a value that was not seen for so long is unknown again, and its code is free for a new value.
+    With `time_to_live`, a value that has not been seen for that number of fits is unknown again, and its code is free
+    for a new value.
 
     Examples:
         >>> import polars as pl
@@ -77,8 +78,8 @@ class Vocabulary:
             max_size: The largest number of codes, including null and unseen. None: any number.
             num_buckets: The number of codes for unknown values.
             previous: An earlier vocabulary. Its values keep their codes, and its counts are added.
-            time_to_live: The number of fits without a value after which its code is free. None: it stays, and only
-                occurrences in one fit count for `min_count`.
+            time_to_live: The number of fits without a value after which its code is free. None: codes are never freed,
+                and `min_count` compares the occurrences in one fit.
         """
         seen = counted.drop_nulls("value").select("value", "count")
         total, waits = seen, time_to_live is not None and min_count > 1
@@ -91,7 +92,7 @@ class Vocabulary:
         new = new.with_columns(age=pl.lit(0, pl.Int64))
         old = new.clear()
         if previous is not None:
-            values = previous.values.cast(seen.schema["value"])  # integers of another type
+            values = previous.values.cast(seen.schema["value"])  # integers of a different type
             ages = previous.ages if previous.ages is not None else pl.zeros(len(values), pl.Int64, eager=True)
             old = pl.DataFrame({"value": values, "count": previous.counts, "age": ages})
             again = old.join(seen, on="value", how="left", maintain_order="left")["count_right"].fill_null(0)
@@ -168,7 +169,9 @@ class Vocabulary:
         return (weights / weights.sum()).float()
 
     def renewed(self, previous: Vocabulary) -> torch.Tensor:
-        """Return the codes whose value is another one than in an earlier vocabulary; a free code has none. Int64."""
+        """Return the codes, int64, whose value differs from the value in an earlier vocabulary. A free code has no
+        value.
+        """
         before, now = (one.values.cast(self.values.dtype) for one in (previous, self))
         places = before.ne_missing(now.head(len(before))).arg_true()
         return torch.from_numpy(places.cast(pl.Int64).to_numpy(writable=True)) + self.first_code
@@ -226,8 +229,9 @@ class Vocabulary:
 
 
 def _with_waiting(seen: pl.DataFrame, before: pl.DataFrame | None) -> pl.DataFrame:
-    """Return the counted values of a fit and those that wait: with their occurrences since they wait, and with the
-    number of fits since they were seen."""
+    """Return the values of a fit together with earlier values that have no code yet: each with its number of
+    occurrences since it has been waiting for a code, and the number of fits since it was last seen.
+    """
     now = seen.with_columns(age=pl.lit(0, pl.Int64))
     if before is None:
         return now
@@ -236,7 +240,9 @@ def _with_waiting(seen: pl.DataFrame, before: pl.DataFrame | None) -> pl.DataFra
 
 
 def _placed(old: pl.DataFrame, new: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Give the free codes of old values, which are null, to new values; return both, without the new ones placed."""
+    """Place new values at the free codes, where the old values are null. Return the old values with these changes, and
+    the new values that are left.
+    """
     free = old["value"].is_null().arg_true().head(len(new))
     taken = new.head(len(free)).with_columns(place=free.cast(pl.Int64))
     numbered = old.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64))

@@ -141,8 +141,8 @@ class Workflow:
 
         Raises:
             FileNotFoundError, ValueError: A file or column is missing, a step cannot use the type of a column, a file
-                has another schema than the first, or there are no rows; the error names file and column. Or codes of
-                `previous` cannot be kept.
+                has a different schema than the first, or there are no rows; the error names file and column. Or codes
+                of `previous` cannot be kept.
         """
         chosen = _engine(polars_engine)
         if isinstance(previous, (str, os.PathLike)):
@@ -182,7 +182,8 @@ class Workflow:
 
         Args:
             frame: A frame of polars or pandas, an Arrow table, or a dict of columns. Only the columns that the wanted
-                columns are made from are needed: rows to predict need no label. Integers may have another type than in
+                columns are made from are needed: rows to predict need no label. Integers may have a different type than
+                    in
                 `fit`, and may be floats without a fraction.
             columns: The wanted `outputs`, in this order. None: all.
 
@@ -192,8 +193,8 @@ class Workflow:
         Raises:
             RuntimeError: The workflow is not fitted.
             TypeError: `frame` is not a frame.
-            ValueError: A name in `columns` is not an output; or a column that is needed is missing, or has another type
-                than in `fit`. The error names the column.
+            ValueError: A name in `columns` is not an output; or a column that is needed is missing, or has a different
+                type than in `fit`. The error names the column.
         """
         wanted = self._wanted(columns)
         rows = require_frame(frame, "the frame").lazy()
@@ -292,8 +293,9 @@ class Workflow:
     def _rows(
         self, given: Input, wanted: Sequence[str], training: bool, memory_bytes: int, engine: Any, progress: bool
     ) -> tuple[Input, Sequence[Step]]:
-        """Return the rows that no `Filter` removes, after the last step that depends on other rows, and the steps after
-        it."""
+        """Apply the steps up to the last one that depends on other rows, with `Filter`s. Return the rows after it,
+        and the remaining steps.
+        """
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
         columns, done = needed(self.steps, wanted, training), 0

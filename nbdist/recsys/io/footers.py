@@ -16,8 +16,8 @@ _ROOM = 1 << 25  # bytes of footers, as files have them, that are kept of local 
 class Footers:
     """A cache of parsed footers for opening files: parsing takes time for each row group.
 
-    Footers of remote files are kept, because reading them takes long. Footers of local files are kept until
-    the file changes, only the latest ones, and are not sent to other processes.
+    Footers of remote files are kept, because reading them takes long. Footers of local files are kept until the file
+    changes; only the most recent ones are kept, and they are not sent to other processes.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
 
 
 def require_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
-    """Return the frame of `data`, as `frame_of` does; raise `TypeError` if `frame_of` makes none."""
+    """Return the frame of `data`, as `frame_of` does; raise `TypeError` if `frame_of` returns None."""
     frame = frame_of(data, where)
     if frame is None:
         raise TypeError(f"{where} must be {KINDS}, got {type(data).__name__}")

@@ -21,7 +21,7 @@ class Inspected(Generic[Opened]):
 
     paths: list[storage.Location]
     types: Mapping[str, Any]
-    """The columns, in the order of the first file. Other files may have another order."""
+    """The columns, in the order of the first file. Other files may have a different order."""
     opened: list[Opened]
     """The result of `look` for each file."""
     groups: list[RowGroup]
@@ -48,8 +48,8 @@ def inspect(
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file is not Parquet, has another schema than the first, or there are no rows. The error names file
-            and column.
+        ValueError: A file is not Parquet, has a different schema than the first, or there are no rows. The error names
+            file and column.
     """
     named = storage.find_partitioned(files)
     paths = [one.location for one in named]

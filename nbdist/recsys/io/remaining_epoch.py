@@ -61,7 +61,7 @@ class RemainingEpoch:
                 before += count
 
     def after_steps(self, divided: Partition, step: int) -> RemainingEpoch:
-        """Return the rows that remain after `step` more steps of the ranks in `divided`."""
+        """Return the rows that remain after these are divided as `divided` says and trained on for `step` steps."""
         again = RemainingEpoch.after(divided, step)
         return RemainingEpoch(
             self.begun, tuple(span for own in again.left for _, span in self.spans(own.start, own.stop))

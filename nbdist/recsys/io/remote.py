@@ -35,7 +35,7 @@ def scan_all(files: storage.Paths) -> tuple[pl.LazyFrame, storage.Location]:
 
 
 def constant(value: int | str | None, values: Sequence[int | str | None]) -> pl.Expr:
-    """Make a literal of one of the `values` of a partition, of the common type: int64, or string."""
+    """Make a literal of one value of a partition. Its type is the type that all `values` have: int64 or string."""
     return pl.lit(value, pl.Int64 if any(isinstance(one, int) for one in values) else pl.String)
 
 

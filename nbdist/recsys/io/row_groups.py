@@ -43,8 +43,9 @@ def slice_groups(groups: Sequence[RowGroup], start: int, count: int) -> list[Pie
 
 
 def windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of consecutive windows. A window has as many pieces as take at most `size` bytes, counting 8
-    more per row, but at least one."""
+    """Yield the pieces of consecutive windows. A window has at least one piece, and as many pieces as fit into
+    `size` bytes, with 8 additional bytes for each row.
+    """
     window: list[Piece] = []
     taken = 0
     for piece in pieces:

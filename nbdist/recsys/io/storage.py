@@ -173,7 +173,7 @@ def _filesystem(root: str) -> tuple[pafs.FileSystem, str]:
 
 
 def _find_remote(uri: str) -> list[tuple[str, str]]:
-    """Return the URI of each file, and the position where its partitions begin."""
+    """Return the URI of each file, and the position in the URI where the names of its partitions begin."""
     address, mark, query = uri.partition("?")
     folder = address.rstrip("/")
     pattern = "*.parquet"

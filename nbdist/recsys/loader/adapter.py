@@ -61,7 +61,7 @@ class Adapter:
 
     @property
     def drop_last(self) -> bool:
-        """True if rows are left out that do not fill a batch on every rank."""
+        """True if the last rows are left out when they do not fill a batch on every rank."""
         return self.remainder == "drop"
 
     @property
@@ -85,7 +85,7 @@ class Adapter:
         return self
 
     def new(self, *, shuffle: bool | None = None, drop_last: bool | None = None, **_: Any) -> Self:
-        """Return a loader of the same rows at its start, with another order or another treatment of remaining rows.
+        """Return a loader of the same rows at its start, with a different order or another treatment of remaining rows.
 
         fastai calls this for predictions, with arguments of its own loaders, which have no effect here.
         """
@@ -98,8 +98,9 @@ class Adapter:
         return other
 
     def get_idxs(self) -> Tensor:
-        """Return the row of each result that `to_detach` has gathered, shape (rows,). fastai sorts the results by
-        it."""
+        """Return the row number of each result that `to_detach` has gathered, shape (rows,). fastai sorts the
+        results by these numbers.
+        """
         partition = self.partition
         if self.shuffle or partition.world_size == 1:
             return torch.arange(partition.rows)  # as they come
@@ -117,9 +118,9 @@ class Adapter:
         """Replace fastai's `to_detach` for results of the last batch: gather them from all ranks, each row once.
 
         fastai's own function assumes that all ranks have the same number of rows; otherwise it hangs or mixes rows up.
-        A number, such as a loss, becomes the mean over all rows of the step. fastai weights the steps of an epoch by
-        the rank's own number of rows. If ranks decide by such a mean (early stopping), use ``remainder="pad"``, with
-        which it is equal on all ranks.
+        A number, such as a loss, becomes the mean over all rows of the step. But fastai weights the steps of an epoch
+        by the rank's own number of rows. If ranks decide by the mean of an epoch (early stopping), use
+        ``remainder="pad"``: then it is equal on all ranks.
         """
         from fastai.torch_core import apply, maybe_gather
 

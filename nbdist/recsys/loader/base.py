@@ -1,4 +1,4 @@
-"""The base of loaders: iteration, epochs and seeds, position, and rank."""
+"""The base class of loaders: iteration, epochs, seeds, position and rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Loader(Adapter):
         if prefetch is not None and prefetch < 0:
             raise ValueError(f"`prefetch` must be at least 0, got {prefetch}")
         if pin_memory and not torch.cuda.is_available():
-            raise ValueError("pin_memory=True needs a GPU: there is none that memory could be pinned for")
+            raise ValueError("pin_memory=True needs a GPU, and this process has none")
         self.batch_size, self.shuffle, self.remainder = batch_size, shuffle, remainder
         self.transform, self.prefetch, self.pin_memory = transform, prefetch, pin_memory
         self.keyed = [keyed] if isinstance(keyed, str) else list(keyed)
@@ -163,7 +163,9 @@ class Loader(Adapter):
         raise NotImplementedError
 
     def _fingerprint(self) -> str:
-        """Return a fingerprint that is equal for inputs with equal columns in equal pieces."""
+        """Return a fingerprint of the input: equal if the columns are equal and the rows are divided into the same
+        pieces.
+        """
         raise NotImplementedError
 
     @property
@@ -185,7 +187,9 @@ class Loader(Adapter):
 
     @property
     def begun_elsewhere(self) -> bool:
-        """True if the epoch was begun by other ranks, or with another batch size. Then the epoch has fewer steps."""
+        """True if the epoch was begun by other ranks, or with a different batch size. Then the epoch has fewer
+        steps.
+        """
         return self._rest is not None
 
     @property
@@ -253,11 +257,11 @@ class Loader(Adapter):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the next iteration at the position of `state`: with the rest of its epoch, in the same order.
 
-        On another number of ranks, or with another batch size, the remaining rows of the epoch are divided again, so
-        that each is still used once. If they are too few for a step of all ranks, they are left out.
+        On a different number of ranks, or with a different batch size, the remaining rows of the epoch are divided
+        again, so that each is still used once. If they are too few for a step of all ranks, they are left out.
 
         Raises:
-            ValueError: The state belongs to other data, or to another way to divide rows.
+            ValueError: The state belongs to other data, or to a loader that divides rows differently.
         """
         for name, value in self._identity().items():
             if name not in ("seed", "world_size", "batch_size") and state[name] != value:
@@ -282,7 +286,7 @@ class Loader(Adapter):
                 self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:
-        """Return all values that determine the order of the rows, apart from the epoch."""
+        """Return all values that determine the order of the rows, except the epoch."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,

@@ -47,7 +47,7 @@ class Block(NamedTuple):
         return self._replace(keyed=Keyed.make(self.columns, self.boundaries, keys, pinned))
 
     def batches(self) -> Iterator[Columns]:
-        """Iterate over the batches, as views if nothing must be computed."""
+        """Iterate over the batches. They are views of the block unless something must be computed."""
         each = [self._parts(name, column) for name, column in self.columns.items()]
         for i, parts in enumerate(zip(*each, strict=True)):
             batch = dict(zip(self.columns, parts, strict=True))

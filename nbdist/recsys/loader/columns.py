@@ -97,7 +97,7 @@ def _state(column: Column) -> list[tuple[int, int]]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the number of writes to a tensor, as autograd counts them; -1 if autograd does not count."""
+    """Return autograd's count of writes to a tensor; -1 if autograd does not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -178,7 +178,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
     """Return a column of ids: one per row, shape (rows,), or lists of them.
 
     Raises:
-        ValueError: A column is missing, or has another shape.
+        ValueError: A column is missing, or has a different shape.
     """
     if name not in batch:
         raise ValueError(f"the batch has no column {name!r}; its columns are {', '.join(batch)}")
@@ -197,7 +197,7 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
             one. Other columns are left out.
 
     Raises:
-        ValueError: A column is missing, has another shape, or has another dtype than the first.
+        ValueError: A column is missing, has a different shape, or has a different dtype than the first.
         ImportError: TorchRec is not installed.
 
     Examples:
@@ -223,7 +223,8 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
         lengths.append(column.lengths if isinstance(column, Ragged) else torch.ones_like(column, dtype=torch.int64))
         if values[-1].dtype != values[0].dtype:
             raise ValueError(
-                f"column {key!r} is {values[-1].dtype}, {keys[0]!r} is {values[0].dtype}: cast one of them"
+                f"columns must have one dtype, got {values[-1].dtype} in {key!r} and {values[0].dtype} in {keys[0]!r}: "
+                "cast one of them"
             )
     return KeyedJaggedTensor(
         keys=list(keys),

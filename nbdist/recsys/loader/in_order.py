@@ -18,13 +18,14 @@ from .loaders import MemoryLoader
 
 @dataclass(frozen=True)
 class InOrder(Partition):
-    """A division whose steps have consecutive rows, almost equally many: `batch_size` of all ranks together at most.
+    """A division of an epoch into steps of consecutive rows. Steps have almost equal numbers of rows, at most
+    `batch_size` on all ranks together.
 
     The rows of a step do not depend on the number of ranks. A rank has a position for each of its rows, step
     after step.
 
     Raises:
-        ValueError: A step has not a row for each rank.
+        ValueError: A step has fewer rows than there are ranks.
     """
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class InOrder(Partition):
         return -(-self.rows // self.batch_size)
 
     def rows_of(self, rank: int, step: int) -> range:
-        """Return the rows of a step that `rank` has."""
+        """Return the range of a step's rows that `rank` has."""
         start, stop = (self.rows * one // self.steps for one in (step, step + 1))
         return range(*(start + (stop - start) * one // self.world_size for one in (rank, rank + 1)))
 
@@ -50,7 +51,7 @@ class InOrder(Partition):
         return len(self.rows_of(rank, step))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """Return the positions of `rank`: as many as it has rows."""
+        """Return the range of positions of `rank`, one for each of its rows."""
         return 0, _starts(self, rank)[-1]
 
     def batch_starts(self, rank: int, steps: range) -> list[int]:
@@ -60,7 +61,7 @@ class InOrder(Partition):
 
 @functools.lru_cache(maxsize=4)
 def _starts(division: InOrder, rank: int) -> list[int]:
-    """Return the first position of each step of a rank, and the end of the last one."""
+    """Return the first position of each step of a rank, and the end of its last step."""
     sizes = (division.size(rank, step) for step in range(division.steps))
     return list(itertools.accumulate(sizes, initial=0))
 
@@ -70,7 +71,8 @@ class InOrderLoader(MemoryLoader):
 
     Args:
         data: As for `MemoryLoader`.
-        batch_size: Rows of a step on all ranks together, at most: steps have almost equally many.
+        batch_size: The largest number of rows of a step, on all ranks together. Steps have almost equal numbers of
+            rows.
         keyed: As for `Loader`.
     """
 

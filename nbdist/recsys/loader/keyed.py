@@ -36,7 +36,7 @@ class Keyed(NamedTuple):
         """Make the ids of batches that begin at these rows. `pinned`: they are in page-locked memory.
 
         Raises:
-            ValueError: A column is not of integers, has another shape, or has an id of more than 31 bits.
+            ValueError: A column is not of integers, has a different shape, or has an id of more than 31 bits.
         """
         values: list[list[Tensor]] = []  # of each key, of each batch
         lengths: list[list[Tensor]] = []
@@ -81,7 +81,7 @@ def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
 
 
 def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-    """Return a column's ids, their number in each row, and the position of each batch's first id."""
+    """Return a column's ids, the number of ids in each row, and the position of the first id of each batch."""
     column = columns[key]
     ids = column.values if isinstance(column, Ragged) else column
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:

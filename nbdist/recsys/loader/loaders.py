@@ -41,8 +41,8 @@ class MemoryLoader(Loader):
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        TypeError, ValueError: A column cannot be made into batches, has nulls, or has another length than the others.
-            The error names the column.
+        TypeError, ValueError: A column cannot be made into batches, has nulls, or has a different length than the
+            others. The error names the column.
 
     Examples:
         >>> import torch
@@ -78,7 +78,10 @@ class MemoryLoader(Loader):
         first = next(iter(self.table))
         for name, column in self.table.items():
             if rows_of(column) != self.rows:
-                raise ValueError(f"column {name!r} has {rows_of(column)} rows, {first!r} has {self.rows}")
+                raise ValueError(
+                    f"columns must have equal numbers of rows, got {rows_of(column)} in {name!r} and {self.rows} in "
+                    f"{first!r}"
+                )
         super().__init__(
             batch_size,
             shuffle=shuffle,

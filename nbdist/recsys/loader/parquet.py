@@ -103,7 +103,7 @@ class ParquetFiles:
                     if whole.shape[1:] != column.shape[1:]:
                         raise ValueError(
                             f"{where}: column {name!r} must have lists of equal lengths in all row groups, got "
-                            f"{tuple(column.shape[1:])}, and {tuple(whole.shape[1:])} before: fill them up"
+                            f"{tuple(column.shape[1:])}, and {tuple(whole.shape[1:])} before: pad them"
                         )
                     whole[row : row + len(column)] = column
                     del part[name]

@@ -74,7 +74,7 @@ class Resident:
 
 
 def _dense(table: Columns) -> dict[str, Tensor] | None:
-    """Return the table if none of its columns has lists: lists cannot be gathered without waiting for a GPU."""
+    """Return the table, or None if one of its columns has lists, which cannot be gathered without waiting for a GPU."""
     return table if all(isinstance(column, Tensor) for column in table.values()) else None  # type: ignore[return-value]
 
 

@@ -107,7 +107,7 @@ def _rectangular(array: pa.Array, where: str) -> torch.Tensor:
             if (lengths != shape[-1]).any():
                 raise ValueError(
                     f"{where} must have lists of lists of equal lengths, got {shape[-1]} and "
-                    f"{lengths[lengths != shape[-1]][0]}: fill them up, or flatten them, as with "
+                    f"{lengths[lengths != shape[-1]][0]}: pad them, or flatten them, as with "
                     "pl.col(...).list.eval(pl.element().explode())"
                 )
         array = array.flatten()

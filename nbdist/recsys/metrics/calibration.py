@@ -61,7 +61,7 @@ class NormalizedEntropy(_OfProbabilities):
         loss, share = super().compute(), self.positive / self.weight
         if not 0 < share < 1:
             raise ValueError(
-                f"NormalizedEntropy: labels must be both 0 and 1, got a share of {float(share):g} of labels of 1"
+                f"NormalizedEntropy: there must be labels of 0 and of 1, got only labels of {int(share > 0)}"
             )
         entropy: Tensor = -(share * share.log() + (1 - share) * (1 - share).log())
         return loss / entropy

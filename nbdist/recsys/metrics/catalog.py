@@ -1,5 +1,6 @@
-"""Properties of ranked lists of items without regard to their correctness: how many items they show, and how rare these
-are."""
+"""Properties of ranked lists of items, apart from their accuracy: how many different items they show, and how rare
+these items are.
+"""
 
 from __future__ import annotations
 

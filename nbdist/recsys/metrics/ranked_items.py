@@ -57,7 +57,9 @@ def ranking_metrics(
         )
     k = ranked.shape[1] if k is None else k
     if len(ranked) != len(relevant.lengths):
-        raise ValueError(f"{len(ranked)} users with ranked items, and {len(relevant.lengths)} with relevant ones")
+        raise ValueError(
+            f"`relevant` must have a list for each of {len(ranked)} users, got {len(relevant.lengths)} lists"
+        )
     if not 1 <= k <= ranked.shape[1]:
         raise ValueError(f"`k` must be 1 to {ranked.shape[1]}, the number of ranked items, got {k}")
     relevant = Ragged(relevant.values.to(ranked.device), relevant.offsets.to(ranked.device))
@@ -68,10 +70,10 @@ def ranking_metrics(
     everyone = ranks.all_gather((mine, [float(each @ weights) for each in sums.values()] + [float(weights.sum())]))
     users, without, unknown = (sum(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True))
     if not users:
-        raise ValueError("no user took anything: there is nothing to measure")
+        raise ValueError("`relevant` must have an item for at least one user, got none")
     *totals_of, weight = [sum(values) for values in zip(*(values for _, values in everyone), strict=True)]
     if not weight:
-        raise ValueError("all users who took something have the weight 0: there is nothing to measure")
+        raise ValueError("`weights` must be above 0 for at least one user with relevant items, got 0 for all")
     return {
         **{f"{name}@{k}": total / weight for name, total in zip(sums, totals_of, strict=True)},
         "users": users,

@@ -72,7 +72,7 @@ class Grouped(Metric):
         if indexes.is_floating_point() or indexes.dtype == torch.bool:
             raise ValueError(f"users must be integers, got {indexes.dtype}")
         if len(indexes) != len(preds):
-            raise ValueError(f"{len(preds)} predictions of {len(indexes)} users: give the user of each row")
+            raise ValueError(f"`indexes` must have the user of each of {len(preds)} rows, got {len(indexes)} users")
         if preds.shape == indexes.shape:
             check_finite("predictions", preds, indexes)  # names the user, too
         preds, target = checked_rows(preds, target)
@@ -254,7 +254,7 @@ class MAP(Grouped):
 
 class GAUC(Grouped):
     """The mean AUC of the rows of a user, weighted by the user's number of rows (Zhou et al., KDD 2018): it measures
-    the order of the rows of each user, and not which users take more.
+    the order of the rows within each user, and not differences between users.
 
     Users whose rows all have the same label are left out. `users_without_positives` counts users without a positive
     row, and `users_without_negatives` the others.

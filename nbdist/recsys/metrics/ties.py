@@ -120,8 +120,9 @@ class Ties(NamedTuple):
 
 
 def none_before(count: Tensor, size: Tensor, positives: Tensor) -> Tensor:
-    """Return the probability that none of some `positives` rows is among the first `count` of `size` rows in random
-    order."""
+    """Return the probability that, with `size` rows in random order, none of the `positives` positive rows is among
+    the first `count`.
+    """
     negatives = (size - positives).double()
     left, size, count = (negatives - count).clamp(min=0), size.double(), count.double()
     logarithm = ((size - count + 1).lgamma() - (size + 1).lgamma()) + ((negatives + 1).lgamma() - (left + 1).lgamma())

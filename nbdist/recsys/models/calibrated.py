@@ -1,4 +1,6 @@
-"""The loss of gSASRec: binary cross entropy over drawn negatives, without the overconfidence that these cause."""
+"""The loss of gSASRec: binary cross entropy over drawn negatives, corrected for the overconfidence that drawing
+causes.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,18 @@ from ...checks import check_count, check_number
 
 
 def calibrated_bce(logits: Tensor, own: Tensor, *, items: int, calibration: float = 0.75) -> Tensor:
-    """Return the binary cross entropy of each place's next item and of drawn items, with a calibrated positive part.
+    """Return the binary cross entropy of the next item at each place and of drawn items, with a calibrated positive
+    part.
 
-    A model that sees few of all negatives gives what comes next too high a probability, whatever item it is. So the
+    A model that is trained with few of all negatives overestimates the probability of every next item. So the
     logarithm of the probability of the next item has the factor ``beta = a * (calibration * (1 - 1 / a) + 1 / a)``,
     where ``a = negatives / (items - 1)`` is the share of the negatives that is drawn (gBCE; Petrov and Macdonald,
-    RecSys 2023, doi:10.1145/3604915.3608783, section 5). It takes logits that are plain products: `SASRec` with
+    RecSys 2023, doi:10.1145/3604915.3608783, section 5). The logits must be plain dot products: use `SASRec` with
     ``temperature=None``. The loss is for `fit`: ``loss=functools.partial(calibrated_bce, items=size - 2)``.
 
     Args:
-        logits: As `SASRec.forward` returns them, shape (places, 1 + negatives). -inf is no negative.
+        logits: The logits that `SASRec.forward` returns, shape (places, 1 + negatives). A logit of -inf does not count
+            as a negative.
         own: The place of the next item in each row; zeros, shape (places,).
         items: The number of items that negatives are drawn from, at least 2.
         calibration: From 0, binary cross entropy, to 1, the probabilities that training with all negatives would give.

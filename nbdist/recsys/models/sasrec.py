@@ -34,8 +34,8 @@ class SASRec(NextItemModel):
         blocks: The number of attention layers.
         heads: The number of attention heads of each layer.
         layers: "transformer": layers with a normalization before attention and before the dense layers. "ligr": the
-            same, and a learned gate multiplies what attention and dense layers add; the dense layers are SwiGLU, four
-            times as wide (Borisyuk et al., arXiv:2502.03417).
+            same, with a learned gate that multiplies the output of attention and of the dense layers before it is
+            added; the dense layers are SwiGLU, four times as wide (Borisyuk et al., arXiv:2502.03417).
         dropout: The share of values that are set to zero during training.
         temperature: The divisor of the logits. With one, logits are cosines divided by it; with None, dot products that
             are not divided.
@@ -124,7 +124,7 @@ class _GatedBlocks(nn.Module):
 
 
 class _GatedBlock(nn.Module):
-    """x + sigmoid(x W) * f(norm(x)), for f attention, and then for f SwiGLU."""
+    """A layer that computes x + sigmoid(x W) * f(norm(x)), first with attention as f, then with SwiGLU."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -106,7 +106,10 @@ class TwoTower(nn.Module):
     ) -> None:
         super().__init__()
         if both := query.keys() & item.keys():
-            raise ValueError(f"column {min(both)!r} is in both towers: each table has the name of its column")
+            raise ValueError(
+                f"column {min(both)!r} is in both towers: rename it in one of them, because each table has the name of "
+                "its column"
+            )
         self.query = Tower(query, embedding_dim=embedding_dim, mlp=mlp, device=device)
         """The tower of the query."""
         self.item = Tower(item, embedding_dim=embedding_dim, mlp=mlp, device=device)

@@ -33,7 +33,7 @@ def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
             the checkpoint are not read.
 
     Raises:
-        ValueError: The checkpoint lacks a tensor, or has it in another shape; or the files are no checkpoint.
+        ValueError: The checkpoint lacks a tensor, or has it in a different shape; or the files are no checkpoint.
     """
     with no_future_warnings():
         _check(state, folder)
@@ -47,7 +47,7 @@ def contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Raise `ValueError` if the checkpoint lacks a requested key, or has it in another shape."""
+    """Raise `ValueError` if the checkpoint lacks a requested key, or has it in a different shape."""
     saved = contents(folder)
     for part, what in state.items():
         for key, value in _flat(what, part):

@@ -64,7 +64,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """A planner that reads entries that are not tensors only as plain values."""
+    """A planner that unpickles an entry other than a tensor only if it is a plain value."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()

@@ -21,8 +21,9 @@ from .row_steps import step_rows
 
 
 def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
-    """Return the tables with sparse gradients, by the names of their weights, and whether ranks can share all of
-    them."""
+    """Return the tables with sparse gradients, by the names of their weights; and whether ranks can share all these
+    tables.
+    """
     sparse: dict[str, Any] = {
         f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()
@@ -34,7 +35,9 @@ def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
 
 
 def run_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the closure of a step, if there is one, before the step. Return the closure's value for the hook."""
+    """Call the closure of a step, if it has one, before the step. Return the step's arguments with a closure that
+    only returns this value.
+    """
     closure = kwargs.get("closure", *args[1:])
     if closure is None:
         return None
@@ -151,8 +154,9 @@ class CommonTables:
                 yield table, state, key
 
     def _adds_to(self, i: int) -> None:
-        """Multiply a table's mean gradient by the number of ranks, if a further gradient will be added to it without
-        `zero_grad`: the next `exchange` divides by this number again."""
+        """Multiply a table's mean gradient by the number of ranks if another gradient will be added to it, without
+        `zero_grad`, because the next `exchange` will divide the sum by the number of ranks.
+        """
         table = self._tables[i]
         mean = self._means.pop(table, None)
         if mean is not None and table.grad is mean:

@@ -58,7 +58,7 @@ class RowSteps:
 
 
 def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> FusedAdagrad | None:
-    """Return the step in one kernel, if this process can compile it."""
+    """Return an object that updates the tables in one Triton kernel; None if this process cannot compile the kernel."""
     device, width = tables[0].device, tables[0].shape[1]
     if not FUSED or device.type != "cuda" or not all(one.is_contiguous() for one in (*tables, *sums)):
         return None
@@ -75,7 +75,7 @@ def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> Fuse
 
 
 def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: Tensor, eps: float) -> None:
-    """Make Adagrad's step on some rows, in place.
+    """Take Adagrad's step on some rows, in place.
 
     Args:
         table: The table, shape (rows, width).
@@ -97,8 +97,8 @@ def coalesced(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the gradients of each row, in shapes that do not depend on the number of different rows.
 
     Returns:
-        The sums, shape (n, width), which are zero after the different rows; and the rows, shape (n,), distinct up to
-        there.
+        The sums, shape (n, width), and the rows, shape (n,). The distinct rows come first; after them, the sums are
+        zeros.
     """
     ordered, places = torch.sort(ids, stable=True)
     begins = torch.ones_like(ordered)

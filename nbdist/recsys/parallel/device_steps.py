@@ -17,7 +17,7 @@ from .device_rows import RowSteps, coalesced
 
 
 def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter], tables: object = None) -> str:
-    """Return the reason why `DeviceSteps` cannot make an optimizer's steps; empty if it can.
+    """Return the reason why `DeviceSteps` cannot take an optimizer's steps; empty if it can.
 
     Args:
         optimizer: Any optimizer.
@@ -48,7 +48,8 @@ def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter],
 
 
 class DeviceSteps:
-    """The steps of an optimizer for which `unsuitable` returns an empty text, and that has made one step itself.
+    """The steps of an optimizer that has already taken one step itself, and for which `unsuitable` returns an empty
+    text.
 
     Args:
         optimizer: The optimizer whose parameters and state are used.
@@ -106,7 +107,7 @@ class DeviceSteps:
             self._optimizer.state[one]["step"] += steps
 
     def follow(self) -> None:
-        """Continue after steps that the optimizer has made itself."""
+        """Continue after steps that the optimizer has taken itself."""
         for one, count in self._counts.items():
             count.fill_(float(self._optimizer.state[one]["step"]))
 
@@ -141,7 +142,9 @@ class _Dense(NamedTuple):
 
 
 def _adagrad(dense: _Dense) -> None:
-    """Make the step of torch's `_multi_tensor_adagrad`, whose learning rate is a number on the host."""
+    """Take the step of torch's `_multi_tensor_adagrad`, which accepts the learning rate only as a number on the
+    host.
+    """
     params, grads, group = dense.params, dense.grads, dense.group
     sums = [state["sum"] for state in dense.states]
     if group["maximize"]:
@@ -157,7 +160,7 @@ def _adagrad(dense: _Dense) -> None:
 
 
 def _adam(dense: _Dense, take: Callable[..., None] = torch._fused_adam_) -> None:
-    """Make the step of torch's `_fused_adam`, and count it."""
+    """Take a step with torch's `_fused_adam`, and count it."""
     torch._foreach_add_(dense.counts, 1)
     take(
         dense.params,
@@ -174,7 +177,7 @@ def _adam(dense: _Dense, take: Callable[..., None] = torch._fused_adam_) -> None
 
 
 def _sgd(dense: _Dense) -> None:
-    """Make the step of torch's `_fused_sgd`."""
+    """Take a step with torch's `_fused_sgd`."""
     torch._fused_sgd_(
         dense.params,
         dense.grads,

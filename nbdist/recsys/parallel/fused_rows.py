@@ -84,7 +84,7 @@ class FusedAdagrad:
 
 
 def try_out(tables: int, width: int, device: torch.device) -> None:
-    """Update some empty rows, which compiles the kernel, and raises if that fails."""
+    """Update an empty set of rows, which compiles the kernel. Raises if that fails."""
     parts = [torch.zeros(1, width, device=device) for _ in range(2 * tables)]
     ids, rows = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, width, device=device)
     grad = torch.sparse_coo_tensor(ids, rows, (1, width), check_invariants=False)

@@ -60,12 +60,15 @@ def resolve(
         The tables that grow, by the keys of their weights.
 
     Raises:
-        ValueError: A name in `grow` is not the name of one weight; a weight is not in the checkpoint, or has more rows
-            there than in the model; or the weights of the mean are not one for each row of the checkpoint.
+        ValueError: A name in `grow` is not the name of one weight; a weight is missing in the checkpoint, or has more
+            rows there than in the model; or the number of weights of the mean is not the number of rows in the
+            checkpoint.
     """
     found = {}
     if foreign := renew.keys() - grow.keys():
-        raise ValueError(f"renew: {min(foreign)!r} must be in `grow`, too, which says what its new rows begin as")
+        raise ValueError(
+            f"renew: {min(foreign)!r} must be in `grow`, too, which sets the initial values of its new rows"
+        )
     for name, parts in grow.items():
         keys = [key for key in weights if f".{key}".endswith((f".{name}", f".{name}.weight"))]
         if len(keys) != 1:
@@ -128,7 +131,7 @@ def pad_states(
 
 @torch.no_grad()
 def renew_states(states: Any, growing: Growing) -> None:
-    """Set the state of sharded tables' optimizers to zeros for the rows that begin as new ones do.
+    """Set the state of sharded tables' optimizers to zeros for the rows that start like new rows.
 
     Args:
         states: A loaded state as `clipped` has returned it, without the weights. It is changed.
@@ -172,8 +175,9 @@ def clipped(state: Any, growing: Growing) -> Any:
 
 
 def _grows(value: Any, rows: int) -> bool:
-    """Return whether a value has an entry for each row of a table; some optimizers have an entry for each row and
-    part."""
+    """Return whether a value has an entry for each row of a table. Some optimizers have several: one for each part of
+    the columns.
+    """
     if not (isinstance(value, torch.Tensor) or hasattr(value, "local_shards")) or not len(value.size()):
         return False
     return int(value.size()[0]) % rows == 0
@@ -208,7 +212,7 @@ def _sharded(value: Any, old: int, new: int) -> Any:
 def fill_new(weights: Mapping[str, Any], growing: Growing) -> None:
     """Set the new rows of weights to the weighted mean of the old rows. All ranks must call it.
 
-    Rows that the checkpoint has, but that belonged to no code, are new rows, too.
+    Rows of the checkpoint whose code had no value count as new rows, too.
     """
     for key, (_, _, parts, renewed) in growing.items():
         weight = weights[key]

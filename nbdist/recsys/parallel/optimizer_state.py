@@ -1,6 +1,6 @@
 """The state of torch's optimizers by the names of their parameters, for saving and loading.
 
-Saving makes no step, so it does not change the training. A parameter that had no step yet has no state.
+Saving does not change the training. A parameter that was never updated has no state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of raw ids in checkpoints, a file of each rank, and as a whole on one rank."""
+"""Tables of raw ids: saved to a checkpoint with a file for each rank, and gathered on one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(folder: str | os.PathLike[str], tables: RawTables, parts: int, optimize
     """Load the rows that belong to this rank from the files of `parts` ranks. Runs no code from the files.
 
     Raises:
-        ValueError: The checkpoint has other tables, or the state of another optimizer.
+        ValueError: The checkpoint has different tables, or the state of another optimizer.
     """
     files = [torch.load(_file(folder, part), weights_only=True, mmap=True) for part in range(parts)]
     for path, table in tables.tables.items():

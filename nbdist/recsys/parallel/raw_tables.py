@@ -99,8 +99,7 @@ class RawTables:
         return total[0]
 
     def own(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the part of a table's `rows_state`, and of the values that belong to its rows, that this rank
-        stores."""
+        """Return this rank's part of a table's `rows_state`, and of the optimizer's values for its rows."""
         mine = owners(state["ids"], self.size) == self.rank
         waiting = owners(state["waiting_ids"], self.size) == self.rank
         return {
@@ -109,7 +108,9 @@ class RawTables:
         }
 
     def row_state(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """Return the optimizer's state for each element of a table, with the number of rows of the table."""
+        """Return the optimizer's state that has a value for each element of a table, in memory for all rows of the
+        table.
+        """
         state = self.optimizer.state.get(weight, {})
         for name, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
@@ -117,7 +118,7 @@ class RawTables:
         return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
 
     def made_longer(self, weight: nn.Parameter, name: str, value: Tensor) -> Tensor:
-        """Return the optimizer's state of some rows with the number of rows of the table."""
+        """Return the optimizer's state of some rows, resized to the number of rows of the table."""
         store, initial = self.tables[self._weights[weight]].store, self.initial(weight, name)
         return store.grown(f"optimizer.{name}", value, len(weight), initial)
 
@@ -162,7 +163,9 @@ class RawTables:
 
     @torch.no_grad()
     def _put_back(self, stepped: bool = False) -> None:
-        """Put the tables back in place of these parameters. After a step, the tables get the changed rows."""
+        """Put the tables back in place of these parameters. If a step was taken, copy the changed rows to the
+        tables.
+        """
         for group, i, weight, rows in self._standing_in:
             small, group["params"][i] = group["params"][i], weight
             after = self.optimizer.state.pop(small, {})
@@ -213,7 +216,7 @@ class RawTables:
                 table.waiting.map.remove(goes)
 
     def _first_to_go(self, ids: CountedIds, count: int, evict: Any, batch: int) -> Tensor:
-        """Return the rows of this rank that are among the `count` rows of all ranks to evict first."""
+        """Return this rank's rows among the `count` rows of all ranks that must be evicted first."""
         rows, keys = ids.first_to_go(count, evict, batch)
         if self.size == 1:
             return rows

@@ -123,8 +123,8 @@ class Replicated:
                 of each to the weights by which its old rows are averaged for the new rows: `Vocabulary.unknown_weights`
                 of the workflow that the checkpoint was trained with. Old rows are loaded unchanged; for new rows, the
                 optimizer has no state yet.
-            renew: A mapping from these names to rows of the checkpoint whose codes have gone to other values, so that
-                they begin as new ones do: `Vocabulary.renewed` of today's.
+            renew: A mapping from these names to rows of the checkpoint that start like new rows, because their codes
+                stand for other values now: `Vocabulary.renewed` of the new vocabulary.
 
         Raises:
             ValueError: The checkpoint is of another model or optimizer, or a table cannot grow in this way.

@@ -29,7 +29,7 @@ class CountedIds:
         return rows
 
     def note(self, rows: Tensor, batch: int) -> None:
-        """Count one occurrence in a batch for each element of `rows`; a row may be in it several times."""
+        """Count one occurrence in a batch for each element of `rows`, which may contain a row several times."""
         self._counts.index_add_(0, rows, torch.ones_like(rows))
         self._last.index_fill_(0, rows, batch)
 
@@ -47,7 +47,8 @@ class CountedIds:
         return rows[self._last[rows] < before]
 
     def first_to_go(self, count: int, evict: str | Score, batch: int) -> tuple[Tensor, Tensor]:
-        """Return the rows to evict first, and their sort keys, float64, shape (n, 2): the smallest are evicted first.
+        """Return the rows to evict, and their sort keys, float64, shape (n, 2). Rows with the smallest keys are evicted
+        first.
 
         Args:
             count: The number of rows to evict. If there are fewer rows, all are returned.

@@ -1,7 +1,7 @@
 """A map from 64-bit ids to numbers of rows, in torch tensors on any device: a hash table of buckets.
 
-An id is stored in its bucket of eight places, or, if that is full, in the next bucket with a free place. All 64 bits
-are compared, so that two ids never share a row.
+An id is stored in its bucket, which has eight places, or, if its bucket is full, in the next bucket with a free place.
+All 64 bits are compared, so that two ids never share a row.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class IdMap:
         self._used = torch.cat([self._used, self._used.new_zeros(more)])
 
     def _rebuild(self) -> None:
-        """Put all ids into new buckets, whose number fits the number of ids."""
+        """Put all ids into new buckets. Their number is chosen for the number of ids."""
         count = len(self._buckets)
         while self.size > _FULL * count:
             count *= 2

@@ -1,4 +1,4 @@
-"""The options of a table of raw ids: which ids get a row, and which lose it."""
+"""The options of a table of raw ids: which ids get a row, and which ids are evicted."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RawIds:
             if value is not None or name == "admit_after":
                 check_count(value, least=1, name=f"`{name}`")
         if self.capacity is not None and self.capacity_bytes is not None:
-            raise ValueError("give `capacity` or `capacity_bytes`, one of the two")
+            raise ValueError("`capacity_bytes` must be None with `capacity`: give one of the two")
         check_number(self.admit_probability, above=0, name="`admit_probability`")
         if self.admit_probability > 1:
             raise ValueError(f"`admit_probability` must be above 0 and at most 1, got {self.admit_probability!r}")

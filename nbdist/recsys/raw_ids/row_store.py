@@ -17,7 +17,8 @@ class RowStore:
     """The memory of a table's tensors, which have the same number of rows and grow together.
 
     In files, the operating system reads the pages of rows that are used, and keeps those used last in free memory. The
-    files have no name: they end with the process. Disk space is reserved, so a full disk is an error of the growth.
+    files have no name: they end with the process. Disk space is reserved in advance, so that a full disk raises an
+        error when the table grows.
 
     Args:
         folder: The folder of the files. None: the tensors are in the process's memory.
@@ -32,8 +33,8 @@ class RowStore:
         """Return a tensor with at least `rows` rows. Rows that are added are filled with `value`.
 
         Args:
-            name: The name of the tensor. A tensor of this name that was in a file before is given up, unless `tensor`
-                is this tensor.
+            name: The name of the tensor. An earlier tensor of this name in a file is dropped, unless it is `tensor`
+                itself.
 
         Raises:
             FileNotFoundError: There is no such folder.
@@ -74,7 +75,7 @@ class RowStore:
 
 
 def _mapped(file: Any, rows: int, like: Tensor) -> Tensor:
-    """Return the rows of a file, with the type and the columns of another tensor. New rows are zeros."""
+    """Map rows of a file as a tensor, with the type and the columns of another tensor. New rows are zeros."""
     shape = (rows, *like.shape[1:])
     size = like.element_size() * torch.Size(shape).numel()
     if hasattr(os, "posix_fallocate"):  # otherwise a write to a full disk would end the process

@@ -20,8 +20,9 @@ class LookUps(Protocol):
     """The interface of a class that looks up rows on all ranks."""
 
     def vectors(self, table: RawTable, ids: Tensor, training: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors of ids, and whether each id has a row; None instead, unless unknown ids have a vector that
-        is trained."""
+        """Return the vectors of ids, and whether each id has a row. The second value is None unless unknown ids share a
+        trained vector.
+        """
 
 
 class Records(NamedTuple):
@@ -134,7 +135,7 @@ class RawTable(nn.Module):
         return found
 
     def _wait(self, ids: Tensor, counts: Tensor, waited: Tensor, admitted: Tensor) -> None:
-        """Count the ids that still wait, and remove the admitted ids from those that wait."""
+        """Count the occurrences of ids that are not admitted yet, and remove the ids that are admitted now."""
         self.waiting.map.remove(waited[admitted & (waited >= 0)])
         new, old = ~admitted & (waited < 0), ~admitted & (waited >= 0)
         self.waiting.add(ids[new], counts[new], self.batches)

@@ -58,7 +58,7 @@ class Recommender(abc.ABC):
             The recommender itself.
 
         Raises:
-            TypeError: `log` is no frame, or ids are of another type.
+            TypeError: `log` is no frame, or ids are of a different type.
             ValueError: A column is missing, an id is null, or there are no rows.
             MemoryError: The model would not fit into memory.
         """
@@ -202,7 +202,7 @@ class Recommender(abc.ABC):
                 self.write(scratch / "whole")
 
     def write(self, folder: Path) -> None:
-        """Write the files of `save` into a folder that is there."""
+        """Write the files of `save` into an existing folder."""
         arrays = {name: getattr(self, name) for name in self.ARRAYS}
         saving.write(folder, saving.Saved(type(self).__name__, self.parameters, self._fitted, arrays))
 
@@ -212,7 +212,7 @@ class Recommender(abc.ABC):
 
         Raises:
             FileNotFoundError: A file of the model is missing.
-            ValueError: The folder holds no model, or a model of another class.
+            ValueError: The folder holds no model, or a model of a different class.
 
         Examples:
             >>> from nbdist.recsys.recommenders import EASE, Recommender
@@ -244,7 +244,9 @@ class Recommender(abc.ABC):
         return self._log
 
     def best(self, histories: Ragged, k: int, excluded: Ragged | None) -> pl.DataFrame:
-        """Return the best `items` and their `scores` for lists of codes, without the items in `excluded`."""
+        """Return a row for each list of codes: the best `items` and their `scores`. Items in `excluded` are left
+        out.
+        """
         return best_of(self.items, histories, k, excluded, self._scores)
 
     def _codes_of_items(self, ids: pl.Series) -> Tensor:
@@ -258,7 +260,9 @@ class Recommender(abc.ABC):
         return torch.from_numpy(codes)
 
     def _similarities(self, items: Ragged) -> Tensor:
-        """Return a score for each list of one item and each item, shape (lists, items)."""
+        """Return a score for each of `items`, which are lists with one item, and each item of the log; shape
+        (lists, items).
+        """
         return self._scores(items)
 
     @abc.abstractmethod

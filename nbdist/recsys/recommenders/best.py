@@ -20,7 +20,9 @@ _BLOCK = 1 << 23
 def best_of(
     items: pl.Series, lists: Ragged, k: int, excluded: Ragged | None, scores_of: Callable[[Ragged], Tensor]
 ) -> pl.DataFrame:
-    """Return for each list the ids with the highest scores (`items`), and `scores`, without the items in `excluded`."""
+    """Return a row for each list of codes: `items`, the ids with the highest scores, and `scores`. Items in `excluded`
+    are left out.
+    """
     check_count(k, least=1, name="`k`")
     tables = []
     for rows in blocks(len(lists.lengths), max(1, _BLOCK // len(items))):

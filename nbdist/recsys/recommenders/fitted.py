@@ -145,7 +145,7 @@ class FittedRecommender:
 
         Raises:
             KeyError: The item is not in the log.
-            TypeError: `user` is a list, or of another type than the ids of the log.
+            TypeError: `user` is a list, or of a different type than the ids of the log.
         """
         rows = None if history is None else self._columns.read_history(history)
         asked = pl.Series(self._columns.user, [user])
@@ -159,8 +159,8 @@ class FittedRecommender:
     def evaluate(self, log: Tabular, k: int = 10, *, by: str | None = None) -> Any:
         """Measure how well the recommender predicts the items that users took after the log ended.
 
-        For each user, all items of the log are ranked that the user has not seen. Rows with a pair of user and item
-        that is in the log are left out, and rows whose rating is too low.
+        For each user, all items of the log that the user has not seen are ranked. Later rows whose pair of user and
+        item is already in the log are left out, and so are rows whose rating is too low.
 
         Args:
             log: Later rows, with the columns of the log.
@@ -176,7 +176,7 @@ class FittedRecommender:
             " low" and " high" (percentiles of the bootstrap over users).
 
         Raises:
-            ImportError: There are segments, and SciPy is not installed.
+            ImportError: `by` is given, and SciPy is not installed.
             ValueError: A column is missing, no row is left to be predicted, or a user is in two segments.
 
         Examples:
@@ -230,24 +230,24 @@ class FittedRecommender:
     ) -> Ensemble:
         """Write a Triton model repository that recommends as `recommend` does.
 
-        A request has a user's id, and a list of the ids of items that the user has taken since: they count as liked.
-        The answer has `items` and `scores`, shape (rows, k), the best first; where fewer items are left, a null and
-        minus infinity. The server needs NumPy alone.
+        A request has a user's id, and a list of the ids of items that the user has taken since the log ended, which
+        count as liked. The answer has `items` and `scores`, shape (rows, k), the best first. If fewer than k items are
+        left, the id is null and the score minus infinity. The server needs only NumPy.
 
         Args:
             path: The folder to write.
             name: The name of the model.
             k: The number of items for each user.
-            history: The name of the input with lists; the input with users is called like their column.
-            overwrite: Whether such a model that is there is replaced. `load` of the result has a running server take
-                the new one.
+            history: The name of the input with lists. The input with users has the name of the users' column.
+            overwrite: Whether to replace an existing model of this kind. `load` of the result makes a running server
+                use the new one.
 
         Returns:
             The exported model, which makes requests of frames.
 
         Raises:
             ValueError: Ids are dates, `k` is less than 1, or `name` or `history` cannot be a name.
-            FileExistsError: `path` is there, and `overwrite` is False or something else is in it.
+            FileExistsError: `path` exists, and `overwrite` is False or the folder holds something else.
 
         Examples:
             >>> from nbdist.recsys import fit_recommender
@@ -261,7 +261,7 @@ class FittedRecommender:
         """
         check_count(k, least=1, name="`k`")
         if history == self._columns.user:
-            raise ValueError(f"`history` must be another name than the users' column's, got {history!r}")
+            raise ValueError(f"`history` must differ from the name of the users' column, got {history!r}")
         taken = part_of(self.model.taken, torch.from_numpy(codes_of(self._users, self.model.users)))
         lists = {"taken": taken, "seen": self._seen}
         arrays = {f"{what}.values": one.values.numpy() for what, one in lists.items()}

@@ -56,8 +56,8 @@ def fit_recommender(
         user: The column of users' ids: integers, strings or dates, none null.
         item: The column of items' ids.
         time: The column of times. None: the rows are already in the order of time.
-        rating: The column of ratings. The model does not learn from rows with a rating below `min_rating`, or without
-            one, and their items are not recommended to the same user. None: the model learns from all rows.
+        rating: The column of ratings. The model does not learn from rows whose rating is missing or below `min_rating`,
+            but the items in these rows are not recommended to the same user. None: the model learns from all rows.
         min_rating: The lowest rating of an item that the user likes. None: the median of the ratings.
         models: The models to compare, by name, as for `benchmark`: classes and recommenders of this package. A single
             recommender instead is used without a comparison. None: `EASE` (up to 15,000 items), `IALS`, `ItemKNN` and

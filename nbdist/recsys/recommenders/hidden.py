@@ -76,7 +76,7 @@ class Hidden:
 
     def table(self, lists: pl.Series, users: pl.Series, items: pl.Series) -> pl.DataFrame:
         """Return the means of the metrics of recommended lists, for all users, for the users in `users`, and for the
-        other users; and how many of the items to be found are not in `items`."""
+        other users; and the number of items to be found that are not in `items`."""
         values = self.metrics(lists)
         unknown = torch.from_numpy(codes_of(self.ids, items) < 0)[self.wanted.values]
         counts = rows_of_values(self.wanted)[unknown].bincount(minlength=len(self.users))

@@ -134,7 +134,7 @@ def part_of(lists: Ragged, rows: Tensor) -> Ragged:
 
 
 def rows_of_values(lists: Ragged) -> Tensor:
-    """Return the number of the list of each value."""
+    """Return, for each value, the number of the list that contains it."""
     return torch.arange(len(lists.lengths)).repeat_interleave(lists.lengths)
 
 
@@ -145,7 +145,7 @@ def together(first: Ragged, second: Ragged) -> Ragged:
 
 
 def sums_of(lists: Ragged, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each list the weighted sum of the rows of a table whose numbers are in the list."""
+    """Return for each list the weighted sum of the table's rows whose numbers are in the list."""
     return embedding_bag(
         lists.values, rows, lists.offsets, mode="sum", include_last_offset=True, per_sample_weights=weights
     )

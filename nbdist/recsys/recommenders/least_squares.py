@@ -60,7 +60,7 @@ class LeastSquares:
     def solve(self, blocks: Iterable[Block], vectors: Tensor, found: Tensor, steps: int | None) -> None:
         """Write the solution for each list into its row of `found`, shape (lists, dim).
 
-        With `steps`, the vectors in `found` are improved by this number of steps of conjugate gradients instead.
+        With `steps`, improve the vectors in `found` by this number of steps of conjugate gradients instead.
         """
         everyone = self._everyone(vectors)
         for block, gathered, ridge in self._gathered(blocks, vectors):
@@ -70,8 +70,9 @@ class LeastSquares:
                 found[block.rows] = _descended(gathered, everyone, ridge, found[block.rows], steps)
 
     def applied(self, blocks: Iterable[Block], vectors: Tensor, target: Tensor, found: Tensor) -> None:
-        """Write for each list the inverse of its matrix times a vector. The product with the list's sum of vectors is
-        the score of this vector."""
+        """Multiply the inverse of each list's matrix by a vector. The product of the result and the sum of the list's
+        vectors is the score of the item with this vector.
+        """
         for block, gathered, ridge in self._gathered(blocks, vectors):
             wanted = target.expand(len(gathered), -1)
             found[block.rows] = _exactly(gathered, self._everyone(vectors), ridge, wanted)

@@ -70,7 +70,7 @@ class LogColumns:
         try:
             described = json.loads((folder / _JSON).read_text("utf8"))
             if described.pop("format") != _FORMAT or described.pop("version") > _VERSION:
-                raise ValueError("it is of another format, or of a later version")
+                raise ValueError("it is of a different format, or of a later version")
             columns = cls(**described)
             rows = pl.read_parquet(folder / _LOG, glob=False, hive_partitioning=False).select(columns.columns())
             return columns, rows

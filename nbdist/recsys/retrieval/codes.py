@@ -21,7 +21,7 @@ def codes_of(ids: pl.Series, known: pl.Series) -> np.ndarray[Any, np.dtype[np.in
     strings match categories.
 
     Raises:
-        TypeError: The ids are of another type, such as strings if integers are known.
+        TypeError: The ids are of a different type, such as strings if integers are known.
     """
     ids, known = (one.cast(pl.String) if one.dtype in WORDS else one for one in (ids, known))
     if known.dtype.is_integer() and ids.dtype.is_numeric():
@@ -45,7 +45,7 @@ def places_of(lists: Sequence[Sequence[Any]] | pl.Series, known: pl.Series) -> R
     nulls.
 
     Raises:
-        TypeError: The argument does not have lists, or the ids are of another type.
+        TypeError: The argument does not have lists, or the ids are of a different type.
     """
     column = series_of(lists).alias("id")
     if not isinstance(column.dtype, pl.List) and len(column):

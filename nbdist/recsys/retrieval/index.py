@@ -60,7 +60,9 @@ class ItemIndex:
         object.__setattr__(self, "vectors", vectors.to("cpu", torch.float32).contiguous())
         if len(self.ids) != len(self.vectors) or self.vectors.ndim != 2:
             shape = tuple(self.vectors.shape)
-            raise ValueError(f"vectors must have a row for each of {len(self.ids)} ids, and columns, got shape {shape}")
+            raise ValueError(
+                f"vectors must have a row for each of {len(self.ids)} ids, and at least one column, got shape {shape}"
+            )
         if self.ids.null_count() or self.ids.n_unique() != len(self.ids):
             raise ValueError("ids must be unique and not null")
         wrong = ~self.vectors.isfinite().all(1)

@@ -53,11 +53,13 @@ def top_k(
             f"queries and items must be of shape (rows, width), got {tuple(queries.shape)} and {tuple(items.shape)}"
         )
     if queries.shape[1] != items.shape[1]:
-        raise ValueError(f"queries have {queries.shape[1]} columns, and items {items.shape[1]}")
+        raise ValueError(f"queries and items must have the same width, got {queries.shape[1]} and {items.shape[1]}")
     if not all(hasattr(one, "__index__") and one >= 1 for one in (k, block)):
         raise ValueError(f"`k` and `block` must be integers, at least 1, got {k!r} and {block!r}")
     if exclude is not None and len(exclude.lengths) != len(queries):
-        raise ValueError(f"exclude has {len(exclude.lengths)} lists for {len(queries)} queries")
+        raise ValueError(
+            f"`exclude` must have a list for each of {len(queries)} queries, got {len(exclude.lengths)} lists"
+        )
     for what, vectors in (("query", queries), ("item", items)):
         # A sum that is finite is one of finite numbers, and takes a tenth of the time of a look at each row.
         if not vectors.sum().isfinite():

@@ -11,7 +11,7 @@ from ...system.annotations import annotated
 
 
 def annotate_for_profilers_alone() -> None:
-    """From now on, make them annotate only while a profiler runs, in this process."""
+    """Make TorchRec and FBGEMM annotate only while a profiler runs, in this process."""
     for name, module in list(sys.modules.items()):
         # Not in others of theirs: those may be scripted, and TorchScript knows torch's own alone.
         theirs = name.startswith(("torchrec.distributed.", "fbgemm_gpu.split_table_batched_embeddings_ops_training"))

@@ -72,7 +72,7 @@ class InputsAhead:
         return begun.context, ids
 
     def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU, run the work of the block concurrently with the work that is under way."""
+        """On a GPU, run the work of the `with` block concurrently with the work that is already running."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 

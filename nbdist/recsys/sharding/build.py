@@ -110,7 +110,7 @@ def build(
 
 
 def _planned(planner: Planner, model: nn.Module, plain: Mapping[str, nn.Module]) -> tuple[ShardingPlan, Plan]:
-    """Return the plans, or raise `ValueError` and put the plain collections back."""
+    """Return the plans. If there is none, put the plain collections back into the model, and raise `ValueError`."""
     try:
         return planner.plan()
     except ValueError:
@@ -166,7 +166,7 @@ def _dense_optimizers(
     rates: Mapping[str, float],
     eps: float,
 ) -> Iterator[KeyedOptimizerWrapper]:
-    """Make the optimizers of parameters that are copied on every rank: those that are not tables, and some tables."""
+    """Make the optimizers of the parameters that are copied on every rank: dense layers and data_parallel tables."""
     copies = _unsharded(parallel)
     if mine := {key: p for key, p in copies.items() if key in dense}:
         yield KeyedOptimizerWrapper(mine, dense_optimizer)

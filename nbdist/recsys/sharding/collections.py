@@ -36,8 +36,8 @@ def find_tables(model: nn.Module) -> dict[str, Table]:
             table = getattr(module, attribute)[config.name]
             if isinstance(table, RawTable):
                 raise ValueError(
-                    f"table {config.name!r} has raw ids, which TorchRec's tables cannot be looked up by: use "
-                    "replicate(), which divides its rows among the ranks"
+                    f"table {config.name!r} has raw ids, which TorchRec's tables do not support: use replicate(), "
+                    "which divides the rows of such a table among the ranks"
                 )
             weight = table.weight
             key = f"{path}.{attribute}.{config.name}.weight".lstrip(".")

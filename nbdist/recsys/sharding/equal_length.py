@@ -19,7 +19,7 @@ def equal_steps(batches: Iterable[T]) -> Iterator[T]:
 
     A rank with one batch more than the others would wait forever in its collectives. So before each batch, the ranks
     check that all of them have one. All ranks must iterate to the end, and none may leave the loop early. Batches may
-    differ in size between ranks: no row of the last batch is lost if each rank has a last batch.
+    differ in size between ranks, so a rank's last batch may be smaller than the last batches of other ranks.
 
     Args:
         batches: This rank's loader, of any length, which may be unknown.

@@ -49,7 +49,7 @@ class SinglePrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make a step, with the current options of the groups."""
+        """Take a step, with the current options of the groups."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):

@@ -115,8 +115,8 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
 def restore_order(module: nn.Module, names: list[str]) -> None:
     """Make a sharded collection return its outputs in the order of the unsharded one.
 
-    TorchRec orders them by the ranks that store them. A model that uses `.values()` of the output would then be trained
-    with other columns than it uses after `gather`.
+    TorchRec orders them by the ranks that store them. A model that uses `.values()` of the output would then see its
+    columns in a different order in training than after `gather`.
 
     Args:
         module: The sharded collection.

@@ -1,4 +1,4 @@
-"""The initial values of a sharded model: of tables that no process stores as a whole, and of all other parameters."""
+"""The initial values of a sharded model, for tables that no process stores as a whole and for all other parameters."""
 
 from __future__ import annotations
 

@@ -129,8 +129,9 @@ class Planner:
         memory: int,
         left: str,
     ) -> tuple[ShardingPlan, Plan]:
-        """Plan for ranks that may use `memory` bytes each. `left` is a text for the error: the use of the other free
-        bytes."""
+        """Plan for ranks that may use `memory` bytes each. `left` is a text for the error about the free bytes that
+        the plan may not use.
+        """
         nranks, chosen = topology.world_size, _Chosen()
         planner = EmbeddingShardingPlanner(
             topology=topology,
@@ -212,7 +213,9 @@ def check_topology(topology: Any, memory: int | None, device: torch.device) -> N
     if not isinstance(topology, Topology):
         raise TypeError(f"`topology` must be a torchrec.distributed.planner.Topology, got {shown(topology)}")
     if memory is not None:
-        raise ValueError("give `memory_bytes` or `topology`, which has the memory of each rank, one of the two")
+        raise ValueError(
+            "`memory_bytes` must be None with `topology`, which has the memory of each rank: give one of the two"
+        )
     found, here = (topology.world_size, topology.compute_device), (dist.get_world_size(), device.type)
     if found != here:
         raise ValueError(f"`topology` must be of {here[0]} {here[1]} ranks, got one of {found[0]} {found[1]} ranks")
@@ -237,7 +240,7 @@ def _least_free(device: torch.device, local: int) -> tuple[int, int]:
 
 
 class _Chosen(Stats):
-    """The options of the plan that a planner has made. From TorchRec 1.1 on, callbacks would also give them."""
+    """The recorder of the sharding options that a planner chose. TorchRec has callbacks for this only from 1.1 on."""
 
     def __init__(self) -> None:
         self.options: list[Any] = []

@@ -55,7 +55,7 @@ def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[s
 
 
 def of_each(what: str, given: Mapping[str, T] | T, tables: Mapping[str, Table]) -> dict[str, T]:
-    """Return a value for each table, given one for each table or one for all."""
+    """Return a value for each table, given a value for all tables or a mapping with one for each."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(tables, given)
     found = by_table(given, tables)

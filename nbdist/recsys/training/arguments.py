@@ -108,7 +108,7 @@ def check_run(
 ) -> None:
     """Raise an error unless counts, loaders, metrics and snapshots fit together."""
     if (counts["steps"] is None) == (counts["epochs"] is None):
-        raise ValueError("give steps= or epochs=, one of the two")
+        raise ValueError("give either steps= or epochs=")
     for name, value in counts.items():
         if value is not None and (not hasattr(value, "__index__") or value < 1):
             raise ValueError(f"`{name}` must be an integer, at least 1, got {value!r}")

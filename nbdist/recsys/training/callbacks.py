@@ -37,7 +37,7 @@ class Callback:
     """
 
     def on_start(self, model: Parallel, history: History) -> None:
-        """Act before the first step, after a snapshot was loaded.
+        """Run before the first step, after a snapshot was loaded.
 
         Args:
             model: The model that is trained.
@@ -45,17 +45,17 @@ class Callback:
         """
 
     def on_step(self, step: int) -> None:
-        """Act after each step; `step` is its number in the run.
+        """Run after each step; `step` is its number in the run.
 
-        A class with this method prevents `captured` steps.
+        If a class defines this method, steps cannot be captured (`fit(captured=...)`).
         """
 
     def on_record(self, record: Record) -> bool | None:
-        """Act on each new record of the history. If the method returns True on rank 0, the training stops."""
+        """Run after each new record of the history. If the method returns True on rank 0, the training stops."""
         return None
 
     def on_end(self, history: History) -> None:
-        """Act after the last step, but not after an exception."""
+        """Run after the last step, but not after an exception."""
 
 
 class Hooks:

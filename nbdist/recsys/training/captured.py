@@ -72,11 +72,12 @@ def hindrance(run: Run) -> str:
 
 
 def capturing(run: Run, captured: bool | None, steps: int, scheduled: bool) -> CapturedSteps | None:
-    """Return an object that records the steps of a run and replays them, or None if this is not wanted or not possible.
+    """Return an object that records the steps of a run and replays them; None if steps are not to be recorded or cannot
+    be.
 
     Args:
         run: The run.
-        captured: The option of `fit`: False never records, True requires recording, None records longer runs if
+        captured: The option of `fit`. False: never record. True: record, or raise. None: record longer runs, if
             possible.
         steps: The number of remaining steps.
         scheduled: Whether learning rates change.
@@ -105,8 +106,9 @@ class Recorder:
         self._unfinished: list[torch.cuda.Event] = []
 
     def rehearse(self, work: Callable[[], None]) -> str:
-        """Do the work of a recording once, without recording it. Return the place where the host had to wait; empty if
-        there was none."""
+        """Run the work of a recording once, without recording it. Return the line where the host had to wait; empty if
+        there was none.
+        """
         current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)
         with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self._stream):
@@ -121,7 +123,7 @@ class Recorder:
         return f"{Path(waits[0].filename).name}, line {waits[0].lineno}, waits for the GPU" if waits else ""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work without doing it. Return a function that does it."""
+        """Record work without running it. Return a function that runs it."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # what it frees may not be freed meanwhile
         try:
@@ -165,7 +167,7 @@ class CapturedSteps:
         self._uncounted = 0
 
     def train(self, until: int) -> None:
-        """Train some steps: at least one unless `refused` has a reason, and none after step `until`."""
+        """Take some steps, none after step `until`. If `refused` holds a reason, take none; otherwise at least one."""
         run = self._run
         if self._window is None and not self._begin_epoch():
             return
@@ -226,7 +228,7 @@ class CapturedSteps:
         return self._window.order[low - self._window.start : high - self._window.start]
 
     def _train_alone(self, number: int) -> None:
-        """Make one step without a graph, by the optimizer itself."""
+        """Take one step without a graph, by the optimizer itself."""
         assert self._window is not None
         self.settle()
         run = self._run
@@ -241,7 +243,7 @@ class CapturedSteps:
             self._device_steps = DeviceSteps(run.model.optimizer, sparse)
 
     def _rehearse(self, number: int) -> None:
-        """Make one step in the form in which it will be recorded, and note the reason if that is not possible."""
+        """Take one step in the form in which it will be recorded, and store the reason if that is not possible."""
         run, recorder = self._run, Recorder()
         rows = self._rows(number, 1)
         device = rows.device
@@ -287,7 +289,7 @@ class CapturedSteps:
         self._took(count)
 
     def _steps(self, count: int) -> None:
-        """Make `count` steps. This function is recorded."""
+        """Take `count` steps. This function is recorded."""
         assert self._window is not None and self._device_steps is not None
         run = self._run
         size = run.train.batch_size

@@ -20,8 +20,9 @@ _PART = 0.05
 
 
 def shown(history: History, total: int, metrics: Sequence[str], progress: bool, note: str) -> RunDisplay | None:
-    """Return a display with a note, on rank 0. None: nothing is displayed, for example when a recorded step runs
-    again."""
+    """Return a display with a note, on rank 0; None if nothing is to be displayed, for example when a recorded step
+    runs again.
+    """
     if not progress or dist.get_rank() != 0 or is_replay():
         return None
     display = RunDisplay(history, total, metrics)

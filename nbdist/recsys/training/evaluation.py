@@ -143,7 +143,7 @@ def measure(
         model: The module.
         predict: As for `evaluate`.
         loader: The loader of the rows.
-        evaluation: The metrics, and the number of first batches.
+        evaluation: The metrics, and the number of batches to evaluate.
         precision: As for `evaluate`.
         columns: The column of weights of each task.
     """
@@ -227,7 +227,7 @@ def computed(metrics: Mapping[str, Metric]) -> tuple[dict[str, float], dict[str,
 
 
 def _check_numbers(predictions: Tensor) -> None:
-    """Raise `ValueError` for predictions that are NaN, for metrics of other libraries that do not check this."""
+    """Raise `ValueError` for predictions that are NaN, because metrics of other libraries do not check this."""
     missing = predictions.isnan()
     if missing.any():
         raise ValueError(
@@ -239,7 +239,7 @@ def _check_numbers(predictions: Tensor) -> None:
 def update(
     name: str, metric: Metric, predictions: Tensor, targets: Tensor, users: Tensor | None = None, *weights: Tensor
 ) -> None:
-    """Add rows to a metric, with what it takes of them."""
+    """Add rows to a metric, with the arguments that its `update` takes."""
     rows = [predictions, targets]
     if isinstance(metric, (Grouped, RetrievalMetric)):
         if users is None:
@@ -250,7 +250,7 @@ def update(
             )
         rows.append(users)
     if weights and not isinstance(metric, (Grouped, AUC, LogLoss, RMSE)):
-        raise TypeError(f"{name}: {type(metric).__name__} takes no weights, and predict returns some")
+        raise TypeError(f"{name}: {type(metric).__name__} takes no weights, but `predict` returns some")
     metric.update(*rows, *weights)
 
 

@@ -185,7 +185,7 @@ def head(metrics: Iterable[str]) -> list[str]:
 
 
 def cells(record: Record, metrics: Iterable[str]) -> list[str]:
-    """Return a record's numbers as text, in the order of `head`."""
+    """Return a record's numbers as texts, in the order of the column names `head`."""
     return [
         f"{record.step:,}",
         f"{record.epoch:.2f}",

@@ -91,11 +91,11 @@ class Loop:
         self._warned = self._saved = False  # a machine will be taken away: a snapshot is due; it has been written
 
     def train(self, rates: LambdaLR, capture: CapturedSteps | None) -> None:
-        """Make the steps, and after each the records, evaluations and snapshots that are due.
+        """Take the steps, and after each the records, evaluations and snapshots that are due.
 
         Args:
             rates: The schedule of the learning rates.
-            capture: The steps as CUDA graphs. None: steps are made one by one.
+            capture: The steps as CUDA graphs. None: steps are taken one by one.
         """
         run, display = self._run, self._display
         self._hooks.start(run.model, run.history)
@@ -124,7 +124,7 @@ class Loop:
     def _advance(
         self, groups: Generator[list[tuple[int, Any]], None, None], capture: CapturedSteps | None
     ) -> CapturedSteps | None:
-        """Make one step, or several captured ones. Return None once steps cannot be captured."""
+        """Take one step, or several captured ones. Return None once steps cannot be captured."""
         run = self._run
         if self._recorded is not None:
             self._recorded.before_step()
@@ -138,7 +138,7 @@ class Loop:
         return None
 
     def _step(self, groups: Generator[list[tuple[int, Any]], None, None]) -> None:
-        """Make one step. Send the ids of the next batch ahead, unless the loader's position is needed before that."""
+        """Take one step. Send the ids of the next batch ahead, unless the loader's position is needed before that."""
         run, after = self._run, self._run.step + 1
         group = self._upcoming or next(groups)
         pauses = self._due.evaluation(after) or self._due.snapshot(after)
@@ -187,8 +187,9 @@ def _step_rates(rates: LambdaLR) -> None:
 
 
 def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
-    """Yield the batches of each step from the loader's position on, epoch after epoch, each with its number in the
-    epoch."""
+    """Yield the batches of each step, from the loader's position on, over all epochs. Each batch comes with its
+    number in the epoch.
+    """
     loader = run.train
     state = loader.state_dict()
     loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin again

@@ -15,7 +15,7 @@ class RecordedRun:
 
     Args:
         folder: The folder of the recording.
-        run: The run, after it was resumed if it is resumed.
+        run: The run. If it resumes, its snapshot is loaded already.
 
     Raises:
         ValueError: The error of `StepLog`.

@@ -89,8 +89,9 @@ class Run:
         self._alike = [len({partition.size(rank, i) for partition, rank in everyone}) == 1 for i in range(len(train))]
 
     def ends_epoch(self, batches: Sequence[tuple[int, Any]]) -> bool:
-        """Return whether these are the last batches of an epoch. The next epoch may be divided differently among the
-        ranks."""
+        """Return whether these are the last batches of an epoch, because the next epoch may be divided differently
+        among the ranks.
+        """
         return batches[-1][0] == len(self._sizes) - 1
 
     @property
@@ -106,8 +107,9 @@ class Run:
         return step + (epochs - before) * self.steps_an_epoch
 
     def train_on(self, batches: Sequence[tuple[int, Any]], following: tuple[int, Any] | None = None) -> None:
-        """Make a step on some batches, each with its number in the epoch. The ids of the next batch, `following`, are
-        sent ahead."""
+        """Take a step on some batches, each given with its number in the epoch. The ids of the next batch, `following`,
+        are sent ahead.
+        """
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
@@ -299,7 +301,7 @@ class Run:
         return text
 
     def _begin_again(self, epoch: float) -> None:
-        """Note the number of finished epochs, from which later epochs are counted by their present number of steps."""
+        """Store the number of finished epochs: the number of steps in an epoch may change from here on."""
         over = math.ceil(round(epoch, 9))  # when what is left of this one is over
         left = math.ceil(len(self.train) / self.gradient_accumulation_steps) if self.train.begun_elsewhere else 0
         self._origin = (self.step + left, over, (over - epoch) / left if left else 0.0)

@@ -41,12 +41,12 @@ def evaluate_by(
         metrics: Name → metric.
         by: The column of a batch with the segment of each row: integers, booleans or floats, shape (rows,).
         resamples: The number of draws for an interval.
-        seed: Of the draws.
+        seed: The seed of the draws.
 
     Returns:
         A row for each segment, in the order of their values: `by`, `rows`, and for each metric its value, and " low"
-        and " high", the bounds of the 95 % interval. A metric that cannot be computed of a segment, such as the AUC of
-        rows with one label, is NaN; draws without a value are left out.
+        and " high", the bounds of the 95 % interval. A metric that cannot be computed for a segment, such as the AUC of
+        rows with one label, is NaN. Draws for which it cannot be computed are left out.
 
     Raises:
         ImportError: SciPy is not installed.
@@ -96,8 +96,9 @@ def evaluate_by(
 def _all_rows(
     module: nn.Module, predict: Predict, loader: Loader, by: str, precision: Precision | None
 ) -> list[Tensor | None]:
-    """Return predictions, targets, users, weights and segments of all ranks' rows, on the CPU; None for what is not
-    there."""
+    """Return predictions, targets, users, weights and segments of all ranks' rows, on the CPU; None in place of users
+    or weights if there are none.
+    """
     parts: list[list[Tensor | None]] = []
     with evaluating(module):
         for batch in loader:
@@ -113,7 +114,7 @@ def _all_rows(
 
 
 def _alone(metric: Metric) -> Metric:
-    """Return a copy of a metric that computes the rows of this process."""
+    """Return a copy of a metric that is computed over the rows of this process alone."""
     found = copy.deepcopy(metric).cpu()
     found.distributed_available_fn = _not_distributed
     return found

@@ -152,8 +152,8 @@ class Snapshots:
         """Load the newest snapshot, if there is one and the run resumes. All ranks must call it.
 
         Returns:
-            The states `common` (with `step` and `world_size`) and `own` of `_save`. On another number of ranks, `own`
-            is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
+            The states `common` (with `step` and `world_size`) and `own` of `_save`. On a different number of ranks,
+            `own` is the state of the rank whose number is this rank's number modulo the earlier number of ranks.
 
         Raises:
             ValueError: There are snapshots, but the run does not resume; or the newest is of another model or
@@ -168,8 +168,7 @@ class Snapshots:
         if not self.resume:
             raise ValueError(
                 f"{self.folder} has snapshots of a run, the newest {newest.name}: give resume=True to continue from "
-                "it, "
-                "or another folder"
+                "it, or another folder"
             )
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
         for name in ("step", "world_size"):

@@ -83,10 +83,11 @@ def fit(
     learning rates depend on the step. Build the model and the loaders as for the first run, and pass the same
     arguments.
 
-    A run can also resume on another number of ranks. The remaining rows of the epoch are then divided among these
+    A run can also resume on a different number of ranks. The remaining rows of the epoch are then divided among these
     ranks, so that each row is still used once. Use the batch size `batch_size // dist.get_world_size()` in the loader,
     so that a step has the same number of rows as before: then the loss follows the same curve, within the noise of
-    another order. On a cluster, a snapshot is also taken when a node is about to be taken away (`nbdist.preempted`).
+    a different order. On a cluster, a snapshot is also taken when a node is about to be taken away
+    (`nbdist.preempted`).
 
     A snapshot is taken before the evaluation of its step, and a resumed run makes this evaluation: an evaluation that
     fails costs no training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the

@@ -21,12 +21,12 @@ With ``version=``, the two models have several versions in the repository. A ver
 of the other, because codes differ between versions. Triton has one configuration for all versions of an ensemble, so
 each version has an ensemble of its own, ``<name>.<version>``; ``<name>`` uses the newest.
 
-A request has each raw column as a tensor of shape (rows, 1): INT64 for booleans, dates and all integers except uint64,
-UINT64, BYTES for strings (UTF-8), FP32 or FP64. A null is `NULL`, `NULL_UNSIGNED`, `NULL_STRING`, or the NaN whose bits
-are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest): shorter lists are padded with `PADDING`,
-`PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is a list with one null. In the Python backend, requests are put
-into one batch even if their lists differ in length. Unknown ids, nulls and empty lists get the same codes as in
-training; see `fill` for ids that did not occur in training.
+A request has each raw column as a tensor of shape (rows, 1). Booleans, dates and integers are INT64, except that uint64
+is UINT64; strings are BYTES (UTF-8); floats are FP32 or FP64. A null is `NULL`, `NULL_UNSIGNED`, `NULL_STRING`, or the
+NaN whose bits are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest): shorter lists are padded with
+`PADDING`, `PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is a list with one null. In the Python backend,
+requests are put into one batch even if their lists differ in length. Unknown ids, nulls and empty lists get the same
+codes as in training; see `fill` for ids that did not occur in training.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Ensemble:
             A dict from column to array, for tritonclient's `set_data_from_numpy`.
 
         Raises:
-            ValueError: A column is missing, has another type, or has a value that stands for null or padding.
+            ValueError: A column is missing, has a different type, or has a value that stands for null or padding.
         """
         table = _to_arrow(frame)
         missing = [name for name in self.inputs if name not in table.column_names]
@@ -111,10 +111,10 @@ class Ensemble:
         return {name: to_request(columns[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
 
     def load(self, client: Any) -> None:
-        """Have a running server answer with what was exported, such as a new version, without a gap.
+        """Make a running server use the exported model, such as a new version, without interrupting its answers.
 
-        Until a model is loaded, the server answers with what it had; each answer is of one version. The server must run
-        in Triton's model control mode "explicit", as the one of `serve` does.
+        Until the model is loaded, the server answers with the previous version. Each answer comes from a single
+        version. The server must run in Triton's model control mode "explicit", like the server of `serve`.
 
         Args:
             client: A client of the server, of `tritonclient.http` or `tritonclient.grpc`.

@@ -84,7 +84,7 @@ class _SearchedTable(nn.Module):
 
 
 class _Served(nn.Module):
-    """A model with a tensor per column, shape (rows, 1) or (rows, longest), instead of a batch."""
+    """A model whose inputs are tensors, one for each column, shape (rows, 1) or (rows, longest), instead of a batch."""
 
     def __init__(self, model: nn.Module, features: Mapping[str, Feature], predict: Predict) -> None:
         super().__init__()
@@ -214,8 +214,9 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
 
 
 def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
-    """Make some rows, always the same: any codes, including the highest, and lists of 0 to 4. If there are lists
-    of numbers, all lists of a row have one length."""
+    """Make rows to test with, always the same: random codes, including the highest, and lists of 0 to 4 codes. If
+    there are lists of numbers, all lists of a row have one length.
+    """
     draw = np.random.default_rng(rows)
     batch: Columns = {}
     alike = any(feature.is_list and feature.size is None for feature in features.values())
@@ -254,9 +255,8 @@ def _ask(model: nn.Module, predict: Predict, batch: Columns) -> Tensor:
         why = isinstance(error, IndexError) and foreign_ids(model, batch)
         why = why or f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"the model cannot take the workflow's {', '.join(batch)}: {why}. It is given a "
-            "batch as a loader makes it, a dict of these columns, with any codes that they have; see columns= and "
-            "predict="
+            f"the model cannot take the workflow's {', '.join(batch)}: {why}. It is tested "
+            "with batches like a loader's, dicts of these columns with random codes; see columns= and predict="
         ) from error
     if len(answer) != rows_of(next(iter(batch.values()))):
         raise ValueError(f"the model's answer to a batch has the shape {tuple(answer.shape)}: not an answer per row")

@@ -34,12 +34,12 @@ def export_lists(
         name: The name of the model.
         columns: The names of the inputs for users and histories.
         ids: The ids of "users" and "items", by place.
-        arrays: What the model has learned, and whose lists it knows.
-        options: What else the model needs, as JSON.
-        overwrite: Whether such a repository that is there is replaced.
+        arrays: The learned arrays of the model, and the lists of the users that it knows.
+        options: Further settings of the model, as JSON.
+        overwrite: Whether to replace an existing repository of this kind.
 
     Raises:
-        ValueError: A request cannot carry the ids, or `name` is none.
+        ValueError: A request cannot carry the ids, or `name` cannot be the name of a model.
     """
     path = Path(path).expanduser().absolute()
     check_name(name)

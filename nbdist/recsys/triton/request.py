@@ -114,7 +114,7 @@ def _feature(workflow: Workflow, name: str) -> Feature:
 
 
 def _array(column: pl.Series) -> Array:
-    """Convert a column of a kernel to the form of requests."""
+    """Convert a column of a server's step to the form of requests."""
     kind = arrow_type(column.name, type_name(column.dtype))
     return to_request(column.to_frame().to_arrow()[0], column.name, kind)
 
@@ -166,7 +166,7 @@ def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
     """Convert a column to the form of requests: shape (rows, 1), or (rows, longest) for lists.
 
     Raises:
-        ValueError: A value has another type, or stands for null or padding.
+        ValueError: A value has a different type, or stands for null or padding.
     """
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)

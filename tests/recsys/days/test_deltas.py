@@ -110,11 +110,11 @@ def test_deltas_are_saved_and_refuse_what_does_not_fit(tmp_path: Path) -> None:
     one, two = Delta.load(tmp_path / "one"), Delta.load(tmp_path / "two")
     assert one.after == two.before and one.rows == {"w": 3}
     assert torch.equal(two.apply(one.apply(first))["w"], third["w"])
-    with pytest.raises(ValueError, match=r"`state` must be the one before this delta .*none is left out"):
+    with pytest.raises(ValueError, match=r"`state` must have the digest .*apply the deltas of all days in order"):
         two.apply(first)
-    with pytest.raises(ValueError, match=r"one model, got v in one of them alone"):
+    with pytest.raises(ValueError, match=r"one model, but only one has v"):
         Delta.between(first, {"v": first["w"]})
-    with pytest.raises(ValueError, match=r"got w of shape \(3, 2\), torch.float32, and then \(3, 3\), torch.float64"):
+    with pytest.raises(ValueError, match=r"w is torch.float32 of shape \(3, 2\) in the first and torch.float64 of"):
         Delta.between(first, {"w": torch.zeros(3, 3, dtype=torch.float64)})
     for damaged in (b"", b"\0" * 20, (tmp_path / "one").read_bytes()[:-3]):
         (tmp_path / "bad").write_bytes(damaged)

@@ -319,7 +319,7 @@ def test_frames() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ({"a": torch.arange(3), "b": torch.arange(4)}, ValueError, "'b' has 4 rows, 'a' has 3"),
+        ({"a": torch.arange(3), "b": torch.arange(4)}, ValueError, "got 4 in 'b' and 3 in 'a'"),
         ({"a": {1, 2}}, TypeError, "'a' is a set"),
         ({"a": torch.tensor(1)}, TypeError, "'a' is a Tensor"),
         ({}, ValueError, "no columns"),
@@ -714,7 +714,7 @@ def test_arrays_in_descending_order() -> None:
 
 
 def test_lists_of_lists_of_other_lengths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="column 'l' must have lists of lists of equal lengths, got 2 and 1: fill"):
+    with pytest.raises(ValueError, match="column 'l' must have lists of lists of equal lengths, got 2 and 1: pad"):
         MemoryLoader(pl.DataFrame({"l": [[[1], [2]], [[3]]]}), 1)
     with pytest.raises(ValueError, match=r"column 'l' has lists with 1 null\(s\)"):
         MemoryLoader(pl.DataFrame({"l": [[[1], None]]}), 1)

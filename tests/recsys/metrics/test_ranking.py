@@ -108,7 +108,7 @@ def test_users_without_positives_are_left_out_with_a_warning() -> None:
         ([0.1, -math.inf], [0, 1], [3, 7], "the first is -inf in row 1"),
         ([0.1, 0.2], [0, 2], [3, 7], "must be labels, 0 or 1, or booleans, got 2 in row 1"),
         ([0.1, 0.2], [0, 1], [3.0, 7.0], "users must be integers, got torch.float32"),
-        ([0.1, 0.2], [0, 1], [3], "2 predictions of 1 users"),
+        ([0.1, 0.2], [0, 1], [3], "user of each of 2 rows, got 1 users"),
         ([[0.1, 0.2], [0.1, 0.2]], [[0, 1], [1, 0]], [3, 7], r"must have one column, got the shape \(2, 2\)"),
     ],
 )
@@ -121,9 +121,9 @@ def test_rows_that_are_refused(scores: Any, taken: Any, users: Any, message: str
 @pytest.mark.parametrize(
     ("ranked", "relevant", "k", "message"),
     [
-        (torch.zeros(2, 3, dtype=torch.int64), [[1]], None, "2 users with ranked items, and 1 with relevant"),
+        (torch.zeros(2, 3, dtype=torch.int64), [[1]], None, "a list for each of 2 users, got 1 lists"),
         (torch.zeros(1, 3, dtype=torch.int64), [[1]], 4, "`k` must be 1 to 3, .* got 4"),
-        (torch.zeros(1, 3, dtype=torch.int64), [[]], None, "no user took anything"),
+        (torch.zeros(1, 3, dtype=torch.int64), [[]], None, "an item for at least one user, got none"),
         (torch.full((1, 3), math.nan), [[1]], None, "items must be integers"),
         (torch.zeros(1, 3, dtype=torch.bool), [[1]], None, "items must be integers.* got torch.bool"),
     ],
@@ -213,7 +213,7 @@ def test_in_a_training_run(session: Session) -> None:
         assert found["recall"] == pytest.approx(5 / 7) and found["auc"] != padded["auc"]
         without_users = lambda *args: (*with_weights(*args)[:2], None, with_weights(*args)[3])  # noqa: E731
         assert evaluate(model, without_users, loader, {"auc": AUC()})["auc"] == pytest.approx(found["auc"])
-        with pytest.raises(TypeError, match="mse: MeanSquaredError takes no weights, and predict returns some"):
+        with pytest.raises(TypeError, match="mse: MeanSquaredError takes no weights, but `predict` returns some"):
             evaluate(model, without_users, loader, {"mse": MeanSquaredError()})
         return history[-1].metrics, padded
 

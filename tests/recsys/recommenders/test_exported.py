@@ -96,7 +96,7 @@ def test_a_server_recommends_and_takes_the_next_day(tmp_path: Path) -> None:
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     recommender = fit_recommender(log_of(int), models=EASE(5.0))
-    with pytest.raises(ValueError, match="`history` must be another name than the users' column's, got 'user'"):
+    with pytest.raises(ValueError, match="`history` must differ from the name of the users' column, got 'user'"):
         recommender.export(tmp_path / "a", history="user")
     with pytest.raises(ValueError, match="`name` must have letters"):
         recommender.export(tmp_path / "a", "../b")

@@ -963,7 +963,7 @@ def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nbdist.recsys.versions.installed", names.get)
 
     versions(fbgemm_gpu_cpu="1.7.0")
-    with pytest.raises(ImportError, match=rf"fbgemm-gpu-cpu 1.7.0 .* another release of torch. (.|\n)*{pair}"):
+    with pytest.raises(ImportError, match=rf"fbgemm-gpu-cpu 1.7.0 .* a different release of torch. (.|\n)*{pair}"):
         check_torchrec()
     versions(fbgemm_gpu="1.8.0", fbgemm_gpu_cpu="1.8.0")
     with pytest.raises(ImportError, match="both installed"):

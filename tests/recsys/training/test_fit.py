@@ -731,7 +731,7 @@ def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ("options", "pattern"),
     [
         ({}, "steps= or epochs="),
-        ({"steps": 3, "epochs": 2}, "one of the two"),
+        ({"steps": 3, "epochs": 2}, "either steps= or epochs="),
         ({"steps": 0}, "`steps` must be an integer, at least 1, got 0"),
         ({"epochs": 1, "log_every": 0}, "`log_every` must be an integer, at least 1, got 0"),
         ({"epochs": 1, "patience": 0}, "`patience` must be an integer, at least 1, got 0"),

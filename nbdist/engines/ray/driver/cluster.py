@@ -113,8 +113,9 @@ def most_by_sums(options: RayOptions) -> int:
 
 
 def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int, say: Callable[[str], None]) -> None:
-    """Wait until the cluster has room for a number of ranks. `there_is` waits for it for one second. Raises
-    `Refused`."""
+    """Wait until the cluster has room for a number of ranks. `there_is` waits at most a second, and returns whether
+    there is room. Raises `Refused`.
+    """
     begin = time.monotonic()
     notice_at = begin + 3.0
     while not there_is():

@@ -90,7 +90,9 @@ class Forwarding:
     # -------------------------------------------------------------------------------------------------- to the nodes
 
     def deliver(self, messages: Sequence[tuple[int, bytes]], parcel: Parcel | None) -> None:
-        """Send nodes, by their numbers, messages for their ranks, with a parcel that belongs to each of them."""
+        """Send messages for ranks to their nodes. `messages` has pairs of a node's number and a pickle; `parcel`
+        goes with each.
+        """
         about = None
         if parcel is not None:
             about = parcel.inline, list(parcel.spans), [self._share(segment) for segment in parcel.segments]
@@ -174,7 +176,7 @@ class Forwarding:
     # ------------------------------------------------------------------------------------------------ from the nodes
 
     async def _guarded(self, link: Link, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work of a link while its node lives. Then report the node's ranks as lost."""
+        """Exchange messages with a node while it lives. Then report its ranks as lost."""
         try:
             await work
         except asyncio.CancelledError:
@@ -192,7 +194,7 @@ class Forwarding:
             self._kernel.send(("event", kind, what), parcel)
 
     def read(self, size: int) -> None:
-        """Note that the kernel has read this number of bytes of output."""
+        """Record that the kernel has read this number of bytes of output."""
         self._unread -= size
         self._more.set()
 
@@ -274,7 +276,7 @@ def preemption_notice(link: Link, deadline: int) -> str:
 
 
 def branches(links: Sequence[Link]) -> list[Sequence[Link]]:
-    """Divide nodes into parts to which one node sends at the same time."""
+    """Divide nodes into branches. A node sends data to the first node of each branch, which passes them on."""
     half = (len(links) + 1) // 2
     return [part for part in (links[:half], links[half:]) if part]
 

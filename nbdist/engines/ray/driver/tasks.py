@@ -192,7 +192,7 @@ class Tasks(Link):
 
 
 def _of_worker(rank: int, event: Event) -> Event:
-    """Convert an event: in its task every worker is the first, and numbers its own messages."""
+    """Convert an event of a task, in which each worker has the number 0 and counts its own messages."""
     kind, first, *rest = event
     if kind == "part":
         return (kind, f"{rank}:{first}", *rest)

@@ -40,7 +40,7 @@ class DriverProcess:
     """Ray's driver, from the view of the kernel: a process that reserves resources for `world_size` ranks on a cluster,
     or for at least `least`, or runs their work in Ray `tasks`.
 
-    Raises `NbdistError` if the cluster cannot be reached, has too few resources, or has other versions.
+    Raises `NbdistError` if the cluster cannot be reached, has too few resources, or has different versions.
     """
 
     def __init__(
@@ -209,8 +209,9 @@ class DriverProcess:
             self.stop()
 
     def stop(self, at_once: bool = False) -> None:
-        """Release the resources: close the connection, whereupon the process ends everything. With `at_once` the
-        process is killed, and Ray itself ends the rest."""
+        """Release the resources: close the connection, so that the process ends everything. With `at_once`, kill the
+        process, and Ray itself ends the rest.
+        """
         if self._not_ours:
             return
         if at_once:
@@ -246,8 +247,9 @@ def acquire(
     tasks: bool = False,
     least: int | None = None,
 ) -> None:
-    """Put into `taken` a driver with resources for a number of ranks, or for at least `least`: one that was kept after
-    an earlier session, or a new one. After an interrupt the caller stops the driver in `taken`."""
+    """Append to `taken` a driver with resources for a number of ranks, or for at least `least`: one that was kept after
+    an earlier session, or a new one. `taken` is a list so that the caller can stop the driver after an interrupt.
+    """
     with _lock, deferred_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         taken += kept[-1:]
@@ -257,7 +259,9 @@ def acquire(
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:
-    """Return the address of a Ray on this machine, which ends with this process, and the variables that open it."""
+    """Return the address of a Ray on this machine, which ends with this process, and the variables that give access
+    to it.
+    """
     with _lock:
         process, address, token = private_rays.get(os.getpid(), (None, "", ""))
         if process is None or process.poll() is not None:

@@ -201,7 +201,7 @@ class RayRanks:
         return {rank: text for node in found for rank, text in (node or {}).items()}
 
     def _answering(self) -> set[int]:
-        """Return the nodes that are not lost, as far as is known."""
+        """Return the nodes that are not known to be lost."""
         return {slot.node for slot in self.slots} - {self.slots[rank].node for rank in list(self._inbox.lost)}
 
     def cut_output(self, call: int) -> None:

@@ -54,7 +54,7 @@ class Machines:
         address: The address for clients on this machine.
 
     Args:
-        commands: Name → command that runs a further command on one machine, or like srun on several.
+        commands: Commands by name. Each runs the command that follows it on one machine or, like srun, on several.
         size: The number of machines.
         gpus: GPUs of each machine.
         python: The interpreter on the machines.
@@ -65,7 +65,7 @@ class Machines:
             can connect to the head directly.
 
     Raises:
-        NbdistError: A machine cannot be reached, lacks Ray or has another version, or takes too long.
+        NbdistError: A machine cannot be reached, lacks Ray or has a different version, or takes too long.
     """
 
     def __init__(

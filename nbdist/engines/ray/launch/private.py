@@ -25,7 +25,8 @@ def main(kernel: str) -> None:
 
     Print a line of JSON, `{"address": ...}`, or `{"refused": ...}` if Ray does not start.
 
-    `kernel` is a descriptor that ends with the process that uses this Ray; children of that process may hold the input.
+    `kernel` is a descriptor that is closed when the process that uses this Ray ends. It is needed because children of
+    that process may keep the standard input open.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

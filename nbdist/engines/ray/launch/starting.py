@@ -41,7 +41,9 @@ _FATAL = re.compile(r"^\[.*? [CF] .*?\] *(?:\(\w+\) )?(?:\S+:\d+: +)?(.+)|^(\w+(
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for processes of Ray, with `environ`: imports take a third of the time, and Ray waits longer."""
+    """Return `environ` with further variables for Ray's processes, which make their imports faster and Ray more
+    patient.
+    """
     path = os.pathsep.join(filter(None, [LIGHT, environ.get("PYTHONPATH", "")]))
     return {**{name: value for name, value in _PATIENCE.items() if name not in environ}, "PYTHONPATH": path}
 
@@ -65,7 +67,9 @@ def as_options(ports: Mapping[str, int]) -> list[str]:
 
 @contextlib.contextmanager
 def announced(ports: Mapping[str, int]) -> Iterator[None]:
-    """Give the port that Ray does not pass on to each raylet that starts below this process in this block."""
+    """In the `with` block, write the port that Ray does not pass on for each raylet that a child of this process
+    starts.
+    """
     over = threading.Event()
     thread = threading.Thread(target=_announce, args=(ports[_ANSWERED_BY_FILE], over), daemon=True)
     thread.start()

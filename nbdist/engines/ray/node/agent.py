@@ -151,7 +151,7 @@ class Agent:
         """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
         Events are pickles of several events for the kernel (`packed`), parts of big data, and answers that refer to
-        these parts. `number` is the number of the last answer that has arrived: an answer that was lost is given again.
+        these parts. `number` is the number of the last answer that has arrived. An answer that was lost is sent again.
         """
         with self._polling:
             if self._last_poll[0] == number:
@@ -369,7 +369,9 @@ def packed(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _alike(one: Event, other: Event) -> bool:
-    """Return whether two ranks have sent equal messages. Messages of different classes can be equal as tuples."""
+    """Return whether two ranks have sent equal messages of the same class. (Messages of different classes may be
+    equal as tuples.)
+    """
     return type(one[2]) is type(other[2]) and one[2:] == other[2:]
 
 

@@ -48,7 +48,7 @@ class Output:
         self._noticed = 0.0
 
     def begin(self, number: int, call: int, shown: bool, lines: int | None = None) -> bool:
-        """Note that a rank gets a call, and return whether it is the first rank that gets this call.
+        """Record that a rank gets a call, and return whether it is the first rank that gets this call.
 
         Args:
             number: The rank.
@@ -69,7 +69,7 @@ class Output:
         self._last.clear()
 
     def cut(self, call: int) -> bool:
-        """Note that the cell of a call shows only the last lines from now on. Return whether this call runs."""
+        """Record that the cell of a call shows only the last lines from now on. Return whether this call runs."""
         self._cut = self._cut or call == self._call
         return call == self._call
 
@@ -105,7 +105,7 @@ class Output:
     def leave_out(self, number: int, kind: int, text: str) -> None:
         """Count a text that a cell would show, and keep the last lines for the next notice.
 
-        A line counts twice if its first part has been sent before.
+        A line is counted twice if its first part was sent earlier.
         """
         self._lines += text.count("\n")
         self._size += len(text)

@@ -1,4 +1,4 @@
-"""Questions about the ranks of a node, and requests that no rank carries out itself."""
+"""Questions about the ranks of a node, and requests that the agent carries out for the ranks."""
 
 from __future__ import annotations
 

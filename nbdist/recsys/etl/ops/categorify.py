@@ -169,9 +169,9 @@ class Categorify(Step):
         (from 0) has code i + 1 + num_buckets. size = rows + 1 + num_buckets; nulls and unseen: counts of code 0, and of
         the codes of unknown values; `buckets`, if there are several: the file with the `count` of each bucket. An
         unknown value has code 1 + hash modulo num_buckets, with the hash of `hashing.py`. In lists, each element has a
-        code, and a null list becomes [0]. With `time_to_live`, the file `vocabulary` has a third column, `age`: fits
-        since the value was seen; a null value is a free code. With `min_count` above 1, too, the file `waiting` has the
-        same columns, for values without a code.
+        code, and a null list becomes [0]. With `time_to_live`, the file `vocabulary` has a third column, `age`, the
+        number of fits since the value was last seen, and a null value stands for a free code. If `min_count` is above 1
+        as well, the file `waiting` has the same columns for values that have no code yet.
         """
         columns: dict[str, dict[str, Any]] = {}
         for i, name in ((i, name) for i, group in enumerate(self.groups) for name in group):

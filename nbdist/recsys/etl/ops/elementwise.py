@@ -96,8 +96,8 @@ class Log(ColumnStep):
     The result is float64, or float32 if the column is.
 
     Args:
-        *columns: Names of columns of numbers above -1; `fit` looks for others. In rows that come after it, -1 becomes
-            -inf, and smaller numbers NaN: see `Clip`.
+        *columns: Names of columns of numbers above -1; `fit` raises for other numbers. In later rows, -1 becomes -inf,
+            and smaller numbers become NaN: see `Clip`.
 
     Raises:
         ValueError: In `fit`, a number is -1 or smaller. The error names its column and row.
@@ -181,7 +181,7 @@ def _bound(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"Clip: `{name}` must be a number or None, got {value!r}")
     if math.isnan(value) or value == (math.inf if name == "min_value" else -math.inf):
-        raise ValueError(f"Clip: `{name}` must be a number that values can have, got {value}")
+        raise ValueError(f"Clip: `{name}` must not be NaN or {'inf' if name == 'min_value' else '-inf'}, got {value}")
     if math.isinf(value):
         return None
     return int(value) if isinstance(value, numbers.Integral) else float(value)

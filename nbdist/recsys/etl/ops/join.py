@@ -88,8 +88,9 @@ class Join(Step):
         return pl.Schema({**schema, **{name: self.table.schema[name] for name in self.adds}})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Sequence[str] = ()) -> Stage:
-        """Look up the columns `names`, and, for the columns in `coded`, their codes, in columns with the names
-        `codes_column`."""
+        """Look up the columns `names`. For the columns in `coded`, also look up their codes, and put them into columns
+        named by `codes_column`.
+        """
         table = self.table.lazy()
         for name in coded:
             table = state.vocabularies[name].encode(table, name, codes_column(name))
@@ -134,8 +135,9 @@ def codes_column(name: str) -> str:
 
 
 def origin(steps: Sequence[Step], column: str) -> Join | None:
-    """Return the join from which a column comes after some steps; None for columns of the input and computed
-    columns."""
+    """Return the join that has added a column, given the steps so far; None for columns of the input and computed
+    columns.
+    """
     for step in reversed(steps):
         if column in step.adds:
             return step if isinstance(step, Join) else None

@@ -8,7 +8,7 @@ from .elementwise import ColumnStep
 
 
 class Round(ColumnStep):
-    """Round numbers to a number of decimal places, halves to the even neighbor; integers stay.
+    """Round numbers to a number of decimal places, with ties to even; integers stay.
 
     Prices that differ by very little become equal, so that fewer codes are needed. A value x becomes the integer
     nearest to ``x * 10 ** decimals``, divided by ``10 ** decimals``. Nulls, NaN and infinities stay.

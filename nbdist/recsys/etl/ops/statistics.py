@@ -14,7 +14,7 @@ from .step import Query, Saved, Stage, State, Step, TrainingRows
 
 
 class StatisticsStep(Step):
-    """A step that learns a table of sums, as described in `moments`, for each of some names."""
+    """A step that learns one or more tables of sums, each under a name; `moments` describes such tables."""
 
     _numbers: Sequence[str]
     """The columns whose numbers are learned."""
@@ -42,7 +42,7 @@ class StatisticsStep(Step):
 
         Args:
             more: Computed keys, by the names that `key` returns.
-            also: A function that is called with each part of the rows, whose columns have the names that `key` returns.
+            also: A function that is called with each part of the rows. Their columns have the names that `key` returns.
         """
         computed = {expression.meta.output_name() for expression in more}
         keys = {name for one in aggregates.values() for name in one.keys if key(name) not in computed}
@@ -74,7 +74,9 @@ class StatisticsStep(Step):
         }
 
     def _keep(self, name: str, table: pl.DataFrame, state: State, previous: State, where: str) -> None:
-        """Store a table in the state, merged with an earlier table. Raise `ValueError` if it contains no value."""
+        """Store a table in the state, merged with the table of the previous workflow. Raise `ValueError` if the
+        table contains no value.
+        """
         one, before = self._aggregates()[name], previous.tables.get((self.kind, name))
         table = state.tables[self.kind, name] = table if before is None else merged([before, table], one.keys)
         if one.column is not None and not int(table[COUNT].sum()):

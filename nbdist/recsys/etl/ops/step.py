@@ -26,8 +26,9 @@ _FILE = re.compile(r"(table|vocabulary|learnt)-[a-z0-9-]+\.parquet")
 
 @dataclass(frozen=True)
 class State:
-    """The learned state of a workflow: vocabularies by column, tables of `moments` by the kind of a step and a name,
-    and fingerprints of rows by a name."""
+    """The learned state of a workflow: the vocabulary of each column, the tables of `moments` that each kind of step
+    has learned, and the fingerprints of rows, each under a name.
+    """
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     tables: dict[tuple[str, str], pl.DataFrame] = field(default_factory=dict)
@@ -141,7 +142,7 @@ class Step:
         return [name]
 
     def needs(self, wanted: set[str]) -> set[str]:
-        """Return the columns that must exist before the step, so that the `wanted` columns exist after it."""
+        """Return the columns that must exist before the step to get the `wanted` columns after it."""
         made = wanted.intersection(self.adds)
         return (wanted - made).union(*map(self.reads, made))
 
@@ -154,7 +155,7 @@ class Step:
         raise NotImplementedError
 
     def _check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
-        """Raise `ValueError` if columns do not exist, or are not numbers (or booleans)."""
+        """Raise `ValueError` if a column does not exist, or has values other than numbers and booleans."""
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
             if not schema[name].is_numeric() and not (booleans and schema[name] == pl.Boolean()):
@@ -163,7 +164,9 @@ class Step:
                 )
 
     def _check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
-        """Raise `ValueError` if columns do not exist, or are not integers, strings, booleans or categoricals."""
+        """Raise `ValueError` if a column does not exist, or has values other than integers, strings, booleans and
+        categoricals.
+        """
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
             if isinstance(schema[name], pl.List):
@@ -202,7 +205,7 @@ class Step:
         """Raise `ValueError` if the step cannot continue from the state of a previous workflow."""
 
     def check_training(self, names: Collection[str], rows: TrainingRows, state: State) -> None:
-        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these are other rows.
+        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these rows are different.
 
         All ranks must call it.
 

@@ -184,16 +184,18 @@ class TargetEncoding(StatisticsStep):
         return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(_FOLD)
 
     def _default(self, state: State, name: str) -> float:
-        """Return the value of categories that did not occur in training."""
+        """Return the value for categories that did not occur in training."""
         return overall(self._learned(state, name))["mean"]
 
     def _encoded(self, state: State, name: str) -> pl.DataFrame:
-        """Return the keys of each category and its value for new rows, in the column `name`."""
+        """Return a row for each category: its keys, and in the column `name` the value that new rows get."""
         table = self._learned(state, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
         return self._smoothed(table.with_columns(pl.lit(self._default(state, name)).alias(_PRIOR)), name, [])
 
     def _encoded_by_fold(self, state: State, name: str) -> pl.DataFrame:
-        """Return the keys of each category, the fold and its value for training rows, in the column `name`."""
+        """Return a row for each category and fold: the keys, the fold, and in the column `name` the value that training
+        rows of this fold get.
+        """
         keys = [key(one) for one in self.groups[name]]
         every, folds = self._learned(state, name), state.tables[self._folds, name]
         fold = key(_FOLD)

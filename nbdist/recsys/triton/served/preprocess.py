@@ -187,7 +187,7 @@ def bucketize(values: Array, boundaries: list[float]) -> Array:
 
 @kernel
 def round(values: Array, decimals: int) -> Array:
-    """Round floats, halves to the even neighbor. Very large numbers do not change."""
+    """Round floats, with ties to even. Very large numbers do not change."""
     if values.dtype.kind != "f":
         return values
     scale, exact = 10.0**decimals, values.astype(np.float64)

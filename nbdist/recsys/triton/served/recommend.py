@@ -17,7 +17,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Ids:
-    """Ids by their places.
+    """A sorted index of ids, which finds the position of an id.
 
     Args:
         values: Integers, shape (n,); or bytes, in an object array.
@@ -28,13 +28,13 @@ class Ids:
         self._places = {value: place for place, value in enumerate(values.tolist())}
 
     def places(self, values: Array) -> Array:
-        """Return the places of values that are known, each once, in rising order."""
+        """Return the positions of the known values among `values`, each once, in ascending order."""
         found = {self._places.get(value, -1) for value in values.tolist()} - {-1}
         return np.array(sorted(found), dtype=np.int64)
 
 
 class Recommendations:
-    """The recommender that is in a folder."""
+    """The recommender whose files are in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._given: dict[str, Any] = json.loads((folder / "recommend.json").read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ class Recommendations:
 
         Args:
             users: Ids, shape (rows, 1).
-            histories: Ids of items that the users have taken besides, shape (rows, longest), padded.
+            histories: Ids of further items that the users have taken, shape (rows, longest), padded.
         """
         count, k = len(self._items.values), self._given["k"]
         ids = np.full((len(users), k), self._null(), dtype=self._items.values.dtype)
@@ -82,7 +82,7 @@ class Recommendations:
         return nulls[self._items.values.dtype.kind]
 
     def _list(self, name: str, users: Array) -> Array:
-        """Return the items of a user, or none."""
+        """Return the items that a user has taken; an empty array for an unknown user."""
         values, offsets = self._arrays[f"{name}.values"], self._arrays[f"{name}.offsets"]
         parts = [values[offsets[user] : offsets[user + 1]] for user in users.tolist()]
         return np.concatenate(parts) if parts else values[:0]
