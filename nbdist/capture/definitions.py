@@ -8,6 +8,7 @@ code in a rank may pickle them by name.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import sys
 import types
@@ -140,7 +141,7 @@ class DefinitionPickler(cloudpickle.Pickler):
             self._own_name(fn),
             [],
             _attributes(reading.set_function, fn, attributes),
-            _attributes(reading.update_function, fn, fn.__dict__),
+            _attributes(reducers.set_state, fn, fn.__dict__),
             self._contents(fn),
             self._reached_modules(fn, names.values() if captured else ()),
             self._variables(key, names),
@@ -150,7 +151,7 @@ class DefinitionPickler(cloudpickle.Pickler):
     def _reduce_class(self, cls: type) -> tuple[Any, ...]:
         ctypes = sys.modules.get("ctypes")
         if ctypes is not None and type(cls) is type(ctypes.Array):
-            return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
+            return operator.mul, (cls._type_, cls._length_)  # type: ignore[attr-defined]
         if ctypes is not None and type(cls) is type(ctypes._Pointer):
             return ctypes.POINTER, (cls._type_,)  # type: ignore[attr-defined]
         make, args, attributes, data = classes.reduce_class(cls)

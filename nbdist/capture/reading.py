@@ -154,10 +154,6 @@ def set_function(fn: types.FunctionType, attributes: Mapping[str, Any]) -> None:
         setattr(fn, name, value)
 
 
-def update_function(fn: types.FunctionType, attributes: Mapping[str, Any]) -> None:
-    fn.__dict__.update(attributes)
-
-
 def set_cell(cell: types.CellType, content: Any) -> None:
     cell.cell_contents = content
 

@@ -105,23 +105,11 @@ def _reduce_local(local: threading.local) -> tuple[Any, ...] | None:
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     if any(one.default is one.empty and one.name not in attributes for one in named):
         return None
-    return _make_local, (kind, {one.name: attributes[one.name] for one in named if one.name in attributes})
-
-
-def _make_local(kind: type, arguments: dict[str, Any]) -> Any:
-    return kind(**arguments)
-
-
-def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:
-    return _make_lru_cache, (cached.__wrapped__, cached.cache_parameters())
+    return functools.partial(kind, **{one.name: attributes[one.name] for one in named if one.name in attributes}), ()
 
 
 def _make_lru_cache(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
-
-
-def _reduce_weakref(ref: weakref.ref[Any]) -> tuple[Any, ...]:
-    return _make_weakref, (ref(),)
 
 
 class _Gone:
@@ -147,11 +135,6 @@ def _reduce_view(view: memoryview) -> Reduction:
 def _make_view(data: Any, kind: str, shape: tuple[int, ...]) -> memoryview:
     view = memoryview(data)
     return view if (kind, len(shape)) == ("B", 1) else view.cast(kind, shape)  # type: ignore[call-overload]
-
-
-def array_of_c_types(kind: type, length: int) -> Any:
-    """Return the class of an array of ctypes."""
-    return kind * length  # type: ignore[operator]
 
 
 #: Context variables of notebooks, by numbers that all processes know.
@@ -197,13 +180,13 @@ BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
     type(threading.Lock()): lambda lock: (threading.Lock, ()),
     type(threading.RLock()): lambda lock: (threading.RLock, ()),
     threading.local: lambda local: (threading.local, ()),
-    functools._lru_cache_wrapper: _reduce_lru_cache,
+    functools._lru_cache_wrapper: lambda cached: (_make_lru_cache, (cached.__wrapped__, cached.cache_parameters())),
     memoryview: _reduce_view,
     contextvars.ContextVar: _reduce_context_variable,
     contextlib._GeneratorContextManager: _reduce_context_manager,
     contextlib._AsyncGeneratorContextManager: _reduce_context_manager,
     codecs.CodecInfo: lambda info: (codecs.lookup, (info.name,)),
-    weakref.ref: _reduce_weakref,
+    weakref.ref: lambda ref: (_make_weakref, (ref(),)),
     weakref.WeakKeyDictionary: lambda d: (weakref.WeakKeyDictionary, (dict(d),)),
     weakref.WeakValueDictionary: lambda d: (weakref.WeakValueDictionary, (dict(d),)),
 }
@@ -270,12 +253,8 @@ def reduce_fastai(obj: Any) -> tuple[Any, ...] | None:
         make, args, state, *rest = obj.__reduce_ex__(2)
         return make, args, {**state, "it": None} if "it" in state else state, *rest
     if learner is not None and isinstance(obj, learner.Recorder):
-        return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (type(obj),), vars(obj), None, None, set_state  # type: ignore[attr-defined]
     return None
-
-
-def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    vars(obj).update(attributes)
 
 
 # --------------------------------------------------------------------------------------------------- ipywidgets
@@ -295,8 +274,6 @@ def reduce_widget(obj: Any) -> Reduction | None:
     if cls.__reduce__ is not object.__reduce__:  # such as plotly's, whose data are in no trait that it shows
         return None
     shown = {name: getattr(obj, name) for name in obj.keys if not name.startswith("_")}
-    return _make_widget, (cls, obj.model_id if kernel_shell() is not None else None, shown)
-
-
-def _make_widget(cls: Any, model_id: str | None, shown: dict[str, Any]) -> Any:
-    return cls(**shown) if model_id is None else cls(model_id=model_id, **shown)
+    if kernel_shell() is not None:
+        shown["model_id"] = obj.model_id
+    return functools.partial(cls, **shown), ()
