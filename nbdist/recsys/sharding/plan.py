@@ -37,16 +37,11 @@ class Plan:
     """All shards of a model. A notebook shows the plan as a table, and a rank can return it like any value.
 
     Examples:
-        >>> import torch
-        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.models import PooledTables
         >>> from nbdist.recsys.sharding import shard
         >>> def planned():
-        ...     tables = [
-        ...         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
-        ...         for name, rows in (("user", 100), ("movie", 100))
-        ...     ]
-        ...     model = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        ...     model = PooledTables({"user": 100, "movie": 100}, embedding_dim=8, device="meta")
         ...     return shard(model, {"user": "row_wise", "movie": "table_wise"}, batch_size=64).plan
         >>> plan = in_ddp(2, planned)
         >>> plan.strategies

@@ -34,20 +34,18 @@ class Sharded:
     """A model whose tables are sharded over the ranks. `shard` makes it.
 
     Examples:
-        >>> import torch
-        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.models import PooledTables
         >>> from nbdist.recsys.sharding import shard
         >>> def sharded(strategy):
-        ...     users = EmbeddingBagConfig(name="users", num_embeddings=100, embedding_dim=8, feature_names=["user"])
-        ...     return shard(EmbeddingBagCollection(tables=[users]), {"users": strategy}, batch_size=2)
+        ...     return shard(PooledTables({"user": 100}, embedding_dim=8), {"user": strategy}, batch_size=2)
         >>> def save_and_load():
         ...     sharded("row_wise").save("checkpoint")
         ...     other = sharded("table_wise")
         ...     other.load("checkpoint")
         ...     return other.gather()  # a plain module
-        >>> in_ddp(2, save_and_load).embedding_bags["users"]
-        EmbeddingBag(100, 8, mode='sum')
+        >>> in_ddp(2, save_and_load).embedding_bags["user"].weight.shape
+        torch.Size([100, 8])
     """
 
     model: DistributedModelParallel
@@ -81,16 +79,13 @@ class Sharded:
 
         Examples:
             >>> import torch
-            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
             >>> from nbdist import in_ddp
-            >>> from nbdist.recsys.loader import keyed_jagged
+            >>> from nbdist.recsys.models import PooledTables
             >>> from nbdist.recsys.sharding import shard
             >>> def step():
-            ...     users = EmbeddingBagConfig(name="users", num_embeddings=9, embedding_dim=4, feature_names=["user"])
-            ...     model = EmbeddingBagCollection(tables=[users])
-            ...     sharded = shard(model, {"users": "row_wise"}, batch_size=1, fused=False)
-            ...     user = keyed_jagged({"user": torch.tensor([3])}, ["user"])
-            ...     sharded.model(user).values().sum().backward()
+            ...     model = PooledTables({"user": 9}, embedding_dim=4)
+            ...     sharded = shard(model, {"user": "row_wise"}, batch_size=1, fused=False)
+            ...     sharded.model({"user": torch.tensor([3])}).sum().backward()
             ...     return sharded.clip_gradients(0.5)
             >>> in_ddp(2, step)  # of four gradients that are 1
             2.0

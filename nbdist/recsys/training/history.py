@@ -19,24 +19,10 @@ class Record:
     """A row of the table: the training since the previous record, and the evaluation after it.
 
     Examples:
-        >>> import torch
-        >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.loader import MemoryLoader
-        >>> from nbdist.recsys.metrics import AUC
-        >>> from nbdist.recsys.sharding import replicate
-        >>> from nbdist.recsys.training import fit
-        >>> def predict(model, batch):
-        ...     return model(batch["x"]).squeeze(1), batch["liked"]
-        >>> def train():
-        ...     x = torch.randn(400, 2)
-        ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
-        ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        ...     return fit(model, predict, rows, rows, steps=10, metrics={"auc": AUC()}, progress=False)
-        >>> record = in_ddp(2, train)[-1]
-        >>> record.step, record.epoch, record.rates
-        (10, 1.0, [0.1])
-        >>> record.metrics
-        {'auc': 0...}
+        >>> from nbdist.recsys.training import History, Record
+        >>> history = History([Record(10, 1.0, 0.62, {"auc": 0.7}, [0.1], 2000.0)])  # `fit` returns one
+        >>> history[-1].step, history[-1].metrics
+        (10, {'auc': 0.7})
     """
 
     step: int
@@ -55,32 +41,22 @@ class Record:
 
 
 class History:
-    """The records of a run. A notebook shows them as a table, and a rank can return them like any value.
+    """The records of a run, which `fit` returns. A notebook shows them as a table, and a rank can return them like any
+    value.
 
     Args:
         records: The records, in the order of their steps.
 
     Examples:
-        >>> import torch
-        >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.loader import MemoryLoader
-        >>> from nbdist.recsys.metrics import AUC
-        >>> from nbdist.recsys.sharding import replicate
-        >>> from nbdist.recsys.training import fit
-        >>> def predict(model, batch):
-        ...     return model(batch["x"]).squeeze(1), batch["liked"]
-        >>> def train():
-        ...     x = torch.randn(400, 2)
-        ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
-        ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        ...     return fit(model, predict, rows, rows, steps=10, log_every=5, metrics={"auc": AUC()}, progress=False)
-        >>> history = in_ddp(2, train)
+        >>> from nbdist.recsys.training import History, Record
+        >>> first = Record(5, 0.5, 0.69, {"auc": 0.6}, [0.1], 2000.0)
+        >>> history = History([first, Record(10, 1.0, 0.65, {"auc": 0.7}, [0.1], 2000.0)])
         >>> history.frame[["step", "epoch", "lr"]]
            step  epoch   lr
         0     5    0.5  0.1
         1    10    1.0  0.1
         >>> history.values("auc")
-        [0..., 0...]
+        [0.6, 0.7]
         >>> history.plot().savefig("history.png")
     """
 
