@@ -207,7 +207,7 @@ class Settings:
         torch = importlib.import_module("torch")
         torch_modes.write(torch, value, self._last.get("torch") or torch_modes.read(torch))
 
-    _appliers: Mapping[str, Callable[[Settings, Any], None]] = {
+    _appliers: Mapping[str, Callable[[Settings, Any], object]] = {
         "environment": _environ,
         "folder": _folder,
         "module path": _path,
