@@ -91,8 +91,7 @@ def verdict(standings: Sequence[Standing]) -> Verdict | None:
 def _all_doing(standings: Sequence[Standing]) -> str:
     alike: dict[str, list[Standing]] = {}
     for one in standings:
-        what = {"returned": "has returned", "absent": "takes no part in this call"}.get(one.state, one.doing)
-        alike.setdefault(what, []).append(one)
+        alike.setdefault(_elsewhere(one), []).append(one)
     lines = []
     for what, those in alike.items():
         each = "each of " if len(those) > 1 else ""

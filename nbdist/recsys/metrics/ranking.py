@@ -47,7 +47,7 @@ class Grouped(Metric):
     users_without_positives = 0
     """The number of users that `compute` has left out of the mean."""
 
-    def __init__(self, k: int | None) -> None:
+    def __init__(self, k: int | None = None) -> None:
         super().__init__()
         if k is not None and (not hasattr(k, "__index__") or k < 1):
             raise ValueError(f"`k` must be an integer, at least 1, got {k!r}")
@@ -222,9 +222,6 @@ class MRR(Grouped):
         0.5
     """
 
-    def __init__(self, k: int | None = None) -> None:
-        super().__init__(k)
-
     def _of_users(self, ties: Ties, k: int) -> Tensor:
         return ties.mrr(k)
 
@@ -244,9 +241,6 @@ class MAP(Grouped):
         >>> round(float(precision.compute()), 4)  # (1/1 + 2/3) / 2
         0.8333
     """
-
-    def __init__(self, k: int | None = None) -> None:
-        super().__init__(k)
 
     def _of_users(self, ties: Ties, k: int) -> Tensor:
         return ties.average_precision(k)
@@ -272,7 +266,7 @@ class GAUC(Grouped):
     """The number of users whose rows are all positive, which `compute` has left out."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__()
 
     def _mean(self, ties: Ties, weights: Tensor, k: int) -> Tensor:
         values = ties.auc()
