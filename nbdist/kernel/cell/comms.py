@@ -55,9 +55,7 @@ class Comms:
         self._views: dict[str, _View] = {}  # by display id
         self._new: list[str] = []  # models that have come with this call
         self._before: set[str] = set()  # display ids of earlier calls
-        self._moved: dict[
-            str, list[Mapping[str, Any]]
-        ] = {}  # by comm id, what the page has said that is not echoed yet
+        self._moved: dict[str, list[Mapping[str, Any]]] = {}  # by comm id: what the page has said, not echoed yet
         self._cell: Cell | None = None  # of the last widget: it shows what handlers print
         self._over = self._kept = self._notified = False
         self.between: Callable[[], Between | None] = lambda: None

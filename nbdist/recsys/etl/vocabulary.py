@@ -219,9 +219,8 @@ class Vocabulary:
         return pl.DataFrame({"value": self.values, "code": codes}).drop_nulls("value")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name != "_by_position"
-        }  # made again where it arrives
+        # What is left out is made again where the vocabulary arrives.
+        return {name: value for name, value in self.__dict__.items() if name != "_by_position"}
 
     def filled(self, codes: pl.Expr) -> pl.Expr:
         """Replace nulls by the code of null."""
