@@ -11,21 +11,18 @@ A third tensor, `indexes`, has the group of each row, such as the user. ::
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities import dim_zero_cat
 
 from .. import ranks
-from .checks import check_finite, check_some_rows, checked_labels, checked_rows, checked_weights
+from .checks import check_finite, checked_labels, checked_rows, checked_weights
+from .rows import OfKeptRows
 from .ties import Ties
 
-_STATES = {"preds": torch.float64, "target": torch.uint8, "indexes": torch.int64, "weights": torch.float64}
 
-
-class Grouped(Metric):
+class Grouped(OfKeptRows):
     """A metric that is the mean over users of a value, which depends on the order of the user's rows.
 
     Rows with equal scores are counted by the expected value over all orders of these rows. Users without a positive row
@@ -38,9 +35,7 @@ class Grouped(Metric):
         ValueError: `k` is less than 1.
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
+    kept: ClassVar = {"preds": torch.float64, "target": torch.uint8, "indexes": torch.int64, "weights": torch.float64}
 
     users = 0
     """The number of users in the mean of `compute`."""
@@ -52,8 +47,6 @@ class Grouped(Metric):
         if k is not None and (not hasattr(k, "__index__") or k < 1):
             raise ValueError(f"`k` must be an integer, at least 1, got {k!r}")
         self.k = k
-        for name in _STATES:
-            self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor, indexes: Tensor, weights: Tensor | None = None) -> None:
         """Add rows.
@@ -77,16 +70,7 @@ class Grouped(Metric):
             check_finite("predictions", preds, indexes)  # names the user, too
         preds, target = checked_rows(preds, target)
         labels, weights = checked_labels(target), checked_weights(weights, preds)
-        for name, values in zip(_STATES, (preds, labels, indexes, weights), strict=True):
-            getattr(self, name).append(values.to(_STATES[name]))
-
-    def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Gather the rows of all ranks, even if a rank has none."""
-        for name, dtype in _STATES.items():
-            parts = getattr(self, name)
-            empty = torch.empty(0, dtype=dtype, device=self.device)
-            setattr(self, name, [dim_zero_cat(parts) if len(parts) else empty])
-        super().sync(*args, **kwargs)
+        self._keep(preds, labels, indexes, weights)
 
     def compute(self) -> Tensor:
         """Return the mean over all users of all ranks who have a positive row.
@@ -94,10 +78,7 @@ class Grouped(Metric):
         Raises:
             ValueError: There are no rows, or none is positive; a user has two weights, or all weights are 0.
         """
-        states: Any = self
-        check_some_rows(self, len(states.preds))
-        scores, labels, indexes, weights = (dim_zero_cat(getattr(self, name)) for name in _STATES)
-        check_some_rows(self, len(scores))
+        scores, labels, indexes, weights = self._columns()
         every = len(indexes.unique())
         if not labels.any():
             raise ValueError(f"{type(self).__name__}: none of {every} users has a positive row on any rank")

@@ -16,7 +16,8 @@ A row with the weight w counts like w rows; without weights each row counts once
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,44 @@ from torchmetrics.utilities import dim_zero_cat
 from .checks import check_some_rows, checked_labels, checked_rows, checked_weights
 
 
-class AUC(Metric):
+class OfKeptRows(Metric):
+    """A metric that keeps the rows of all updates, in a list for each of the states `kept`, which have these types."""
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    kept: ClassVar[Mapping[str, torch.dtype]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.kept:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def _keep(self, *columns: Tensor) -> None:
+        """Add rows: a tensor for each state, in the order of `kept`."""
+        for (name, dtype), values in zip(self.kept.items(), columns, strict=True):
+            getattr(self, name).append(values.to(dtype))
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """Gather the rows of all ranks. A rank without rows gives an empty tensor of the same dtype, because gloo
+        aborts otherwise."""
+        for name, dtype in self.kept.items():
+            parts = getattr(self, name)
+            empty = torch.empty(0, dtype=dtype, device=self.device)
+            setattr(self, name, [dim_zero_cat(parts) if len(parts) else empty])
+        super().sync(*args, **kwargs)
+
+    def _columns(self) -> list[Tensor]:
+        """Return the rows of all updates, a tensor for each state. Raises `ValueError` without rows."""
+        columns = [getattr(self, name) for name in self.kept]
+        check_some_rows(self, len(columns[0]))
+        columns = [dim_zero_cat(one) for one in columns]
+        check_some_rows(self, len(columns[0]))
+        return columns
+
+
+class AUC(OfKeptRows):
     """The area under the ROC curve: the probability that a positive row is ranked above a negative row; ties count
     half.
 
@@ -44,17 +82,7 @@ class AUC(Metric):
         0.75
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores: list[Tensor] | Tensor
-        self.labels: list[Tensor] | Tensor
-        self.weights: list[Tensor] | Tensor
-        for name in ("scores", "labels", "weights"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+    kept: ClassVar = {"scores": torch.float64, "labels": torch.uint8, "weights": torch.float64}
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Add rows.
@@ -70,24 +98,11 @@ class AUC(Metric):
         """
         preds, target = checked_rows(preds, target)
         labels, weights = checked_labels(target), checked_weights(weights, preds)
-        self.scores.append(preds.double())  # type: ignore[union-attr]
-        self.labels.append(labels.to(torch.uint8))  # type: ignore[union-attr]
-        self.weights.append(weights)  # type: ignore[union-attr]
-
-    def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Gather the rows of all ranks. A rank without rows gives an empty tensor of the same dtype, because gloo
-        aborts otherwise."""
-        if not len(self.scores):
-            self.scores = [torch.empty(0, dtype=torch.float64, device=self.device)]
-            self.labels = [torch.empty(0, dtype=torch.uint8, device=self.device)]
-            self.weights = [torch.empty(0, dtype=torch.float64, device=self.device)]
-        super().sync(*args, **kwargs)
+        self._keep(preds, labels, weights)
 
     def compute(self) -> Tensor:
         """Return the AUC of all rows of all ranks, 0 to 1. Raises `ValueError` without rows, or with one label only."""
-        check_some_rows(self, len(self.scores))
-        scores, labels, weights = (dim_zero_cat(one) for one in (self.scores, self.labels, self.weights))
-        check_some_rows(self, len(scores))
+        scores, labels, weights = self._columns()
         # By score, in rising order, the weights of rows with the label 1, and of the others.
         _, group = scores.unique(return_inverse=True)
         liked = group.bincount(weights=weights * labels)
