@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 @functools.cache
 def script(path: str) -> ModuleType:
-    """Import a file that is in no package, such as `noxfile.py`, which looks for interpreters at its import."""
+    """Import a script of the repository, such as noxfile.py, which looks for interpreters when it is imported."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -105,22 +105,33 @@ def test_uv_uses_the_indexes_of_pip(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("present", ["", '\n[project.urls]\nSource = "https://github.com/other/name"\n'])
-def test_release_links_to_the_repository_that_builds_it(present: str, tmp_path: Path) -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    (tmp_path / "pyproject.toml").write_text(text + present)
+def run_step(start: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a step of the release workflow, which comes before the build, in a folder, for the tag v0.1.0."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     steps = workflow["jobs"]["build"]["steps"]
-    names = [step.get("name") or step.get("run") for step in steps]
-    links = names.index("The package links to this repository")
-    assert links < names.index("python -m build")
+    names = [step.get("name") or step.get("run") or step["uses"] for step in steps]
+    [number] = [number for number, name in enumerate(names) if name.startswith(start)]
+    assert number < names.index("python -m build")
     variables = {
         "GITHUB_SERVER_URL": "https://github.com",
         "GITHUB_REPOSITORY": "someone/nbdist",
         "GITHUB_REPOSITORY_OWNER": "someone",
         "GITHUB_REF_NAME": "v0.1.0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    subprocess.run(["bash", "-euc", steps[links]["run"]], cwd=tmp_path, env=os.environ | variables, check=True)
+    command = ["bash", "-euc", steps[number]["run"]]
+    return subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("present", ["", '\n[project.urls]\nSource = "https://github.com/other/name"\n'])
+def test_release_links_to_the_repository_that_builds_it(present: str, tmp_path: Path) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text + present)
+    links = "[limits](docs/limits.md#gpus), [license](LICENSE)\n"
+    links += "![two\nlines](notebooks/01_a.png), [there](https://example.org/a.png)"
+    (tmp_path / "README.md").write_text(f"{(ROOT / 'README.md').read_text()}\n{links}\n")
+    done = run_step("The package links to this repository", tmp_path)
+    assert done.returncode == 0, done.stderr
     about = nox.project.load_toml(tmp_path / "pyproject.toml")
     address = "https://github.com/someone/nbdist"
     assert about["project"].pop("urls") == {
@@ -130,10 +141,15 @@ def test_release_links_to_the_repository_that_builds_it(present: str, tmp_path: 
         "Changelog": f"{address}/blob/v0.1.0/CHANGELOG.md",
         "Issues": f"{address}/issues",
     }
-    assert script("notebooks/badges.py").repository(tmp_path / "pyproject.toml") == "someone/nbdist"
     before = nox.project.load_toml(ROOT / "pyproject.toml")
     before["project"].pop("urls", None)
     assert about == before
+    assert script("notebooks/badges.py").repository(tmp_path / "pyproject.toml") == "someone/nbdist"
+    readme = (tmp_path / "README.md").read_text()
+    assert f"[limits]({address}/blob/v0.1.0/docs/limits.md#gpus), [license]({address}/blob/v0.1.0/LICENSE)" in readme
+    assert f"![two\nlines]({address}/raw/v0.1.0/notebooks/01_a.png), [there](https://example.org/a.png)" in readme
+    addresses = re.findall(r"\]\((.*?)\)", readme)
+    assert len(addresses) > 10 and all(re.match("https?://|#", one) for one in addresses)
 
 
 def test_source_distribution_has_what_the_tests_read() -> None:
@@ -143,3 +159,18 @@ def test_source_distribution_has_what_the_tests_read() -> None:
     texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")]
     read = {name.split("/")[0] for text in texts for name in re.findall(r'\bROOT / f?"([^"]+)', text)}
     assert {name for name in read if (ROOT / name).exists()} <= names | {"build"}
+
+
+@pytest.mark.parametrize(
+    ("version", "heading", "status"),
+    [
+        ("0.1.0", "## [0.1.0] - 2026-12-01", 0),
+        ("0.1.0", "## [0.1.0] - unreleased", 1),
+        ("0.2.0", "## [0.2.0] - 2026-12-01", 1),
+    ],
+)
+def test_release_needs_its_version_and_a_date(version: str, heading: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "nbdist"\nversion = "{version}"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    done = run_step("The tag is the version", tmp_path)
+    assert done.returncode == status, done.stdout + done.stderr
