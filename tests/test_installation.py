@@ -117,7 +117,6 @@ def run_step(start: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "GITHUB_REPOSITORY": "someone/nbdist",
         "GITHUB_REPOSITORY_OWNER": "someone",
         "GITHUB_REF_NAME": "v0.1.0",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     command = ["bash", "-euc", steps[number]["run"]]
     return subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True)
