@@ -1006,7 +1006,7 @@ def test_a_model_that_cannot_be_loaded_is_shown(repository: Path) -> None:
 def test_a_server_that_is_not_ready_in_time(repository: Path) -> None:
     before = regions()
     model = repository / "some_model" / "1" / "model.py"
-    model.write_text(f"import time; time.sleep(1000)\n{model.read_text()}")
+    model.write_text(f"{model.read_text()}\nimport time\n\ntime.sleep(1000)\n")
     with pytest.raises(TimeoutError, match="not ready after 2 s"), serve(repository, timeout=2):
         pass
     assert regions() == before
