@@ -109,8 +109,9 @@ from nbdist import Session
 
 def draw():
     global figure, heard
-    heard, figure = [], go.FigureWidget(layout={"width": 500, "height": 300, "showlegend": False})
-    figure.add_scatter(y=[1, 2, 3], mode="markers", marker={"size": 30})
+    # plotly's page loses a trace that is added before its JavaScript is loaded, in any notebook.
+    first = go.Scatter(y=[1, 2, 3], mode="markers", marker={"size": 30})
+    heard, figure = [], go.FigureWidget([first], layout={"width": 500, "height": 300, "showlegend": False})
     figure.data[0].on_click(lambda trace, points, state: heard.append(points.point_inds))
     display(figure)
 
