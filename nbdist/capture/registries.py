@@ -129,13 +129,20 @@ def _search() -> Iterator[Entry]:
     seen: set[int] = set()  # modules import each other's containers
     owners = [(name, module) for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)]
     for name, module in owners:
-        if name.partition(".")[0] not in never:
-            yield from _of_owner(module, main, seen)
+        package = name.partition(".")[0]
+        if package not in never and (entries := [*_of_owner(module, main, seen)]) and _can_import(package):
+            yield from entries
     for cls in classes():
         if text(cls, "__module__").partition(".")[0] not in never:
             found = [*_of_owner(cls, main, seen), *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
             if found and importable(cls):  # which takes longer than the rest
                 yield from found
+
+
+def _can_import(package: str) -> bool:
+    """Return whether a package is found. The folder of one that was imported may be gone, or be on the path no more."""
+    finders = [finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec")]
+    return any(finder.find_spec(package, None) is not None for finder in finders)
 
 
 def _of_owner(owner: Any, main: dict[str, Any], seen: set[int]) -> Iterator[Entry]:

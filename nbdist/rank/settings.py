@@ -135,7 +135,11 @@ class Settings:
     def _registries(self, value: Sequence[Entry]) -> None:
         while self._entered:
             self._entered.pop()()
-        self._entered += [enter(entry) for entry in value]
+        for entry in value:
+            try:
+                self._entered.append(enter(entry))
+            except Exception as exc:
+                warnings.warn(f"{entry.place()} is not set in this rank: {exc!r}", stacklevel=1)
 
     def _logging(self, value: Any) -> None:
         disable, loggers = value

@@ -50,7 +50,7 @@ def check_torchrec() -> None:
     for name, version in found.items():
         # A build of one's own or a nightly has another name, and no version here: importing it is the test.
         if version is not None and version.split(".")[:2] != versions[name].split(".")[:2]:
-            raise ImportError(f"{name} {version} is installed, which belongs to another release of torch. {advice}")
+            raise ImportError(f"{name} {version} is installed, which belongs to a different release of torch. {advice}")
     try:
         with _without_warnings_of_fbgemm():
             importlib.import_module("fbgemm_gpu")

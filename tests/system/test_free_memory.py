@@ -43,7 +43,7 @@ def test_a_process_that_got_no_memory_is_told_of_its_address_space() -> None:
     with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
         for words in ("MemoryError: ", "RuntimeError: can't start new thread", "std::bad_alloc"):
-            assert "2,000 MB of address space" in free_memory.lack_of_address_space(words, process.pid)
+            assert "address space is limited to 2,000 MB" in free_memory.lack_of_address_space(words, process.pid)
         assert free_memory.lack_of_address_space("KeyError: 3", process.pid) == ""
         assert free_memory.lack_of_address_space("MemoryError", os.getpid()) == ""
         process.kill()

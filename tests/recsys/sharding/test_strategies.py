@@ -725,7 +725,7 @@ def test_a_topology_and_kernels_of_ones_own(sessions: Sessions) -> None:
             ("must be one of fused on a cpu rank, got 'fused_uvm'", {"compute_kernels": {"*": "fused_uvm"}}),
             ("'u' matches no table", {"compute_kernels": {"u": "fused"}}),
             ("of 2 cpu ranks, got one of 3 cpu ranks", {"topology": Topology(3, "cpu", local_world_size=3, **known)}),
-            ("`memory_bytes` or `topology`", {"topology": small, "memory_bytes": 10**6}),
+            ("`memory_bytes` must be None with `topology`", {"topology": small, "memory_bytes": 10**6}),
         ):
             with pytest.raises(ValueError, match=wrong):
                 shard(model(), batch_size=8, **options)
