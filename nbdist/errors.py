@@ -216,8 +216,12 @@ class RankTimeout(NbdistError, TimeoutError):
 class WorkerDied(NbdistError):
     """A worker of a pool, or of `parallel_map`, ended before it answered.
 
-    Attributes: `name`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `doing` (the item
-        that the worker was processing, if known), `reason` (why the worker could not be started).
+    Attributes:
+        name: The name of the worker.
+        pid: The process id of the worker.
+        status: The exit code of the worker, or minus the number of the signal that killed it.
+        doing: The item that the worker was processing, if known.
+        reason: The reason why the worker could not be started.
 
     Examples:
         >>> import os
