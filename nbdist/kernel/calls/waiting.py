@@ -193,15 +193,13 @@ class Waiting:
         return cause.error
 
     def _fail(self, rank: int | None, error: BaseException, lives: bool = False) -> None:
-        """Note a failure of a rank, or of the call as a whole; `lives`: the rank is still in its process group."""
+        """Record a failure of a rank, or of the call as a whole; `lives`: the rank is still in its process group."""
         self._leaving.incomplete |= not lives
         decision = self._ending.fail(rank, error)
         if rank is not None:
             self.pending.discard(rank)
             self._notices.failed(rank, error)
         self._carry_out(decision)
-        if self._ending.leaving:
-            self._leaving.go_on()
 
     def _carry_out(self, decision: Decision) -> None:
         match decision:
@@ -291,3 +289,4 @@ class Waiting:
         # The death of a rank that only joined the process group ends the call, too.
         if exit.rank in self.pending or not (known or self._ending.leaving):
             self._fail(exit.rank, died)
+            self._leaving.go_on()

@@ -351,9 +351,11 @@ class FittedRecommender:
             return self._rows
         for name, dtype in self._rows.schema.items():
             other = more.schema[name]
-            times = isinstance(dtype, pl.Datetime) and isinstance(other, pl.Datetime)
-            zones = [getattr(one, "time_zone", None) is None for one in (dtype, other)]
-            if other == pl.Null or (times and zones[0] == zones[1]):
+            if other == pl.Null or (
+                isinstance(dtype, pl.Datetime)
+                and isinstance(other, pl.Datetime)
+                and (dtype.time_zone is None) == (other.time_zone is None)
+            ):
                 more = more.with_columns(pl.col(name).cast(dtype))  # all are null, or times of another unit or zone
             elif dtype != other and pl.UInt64 in (dtype, other) and dtype.is_integer() and other.is_integer():
                 as_before = more[name].cast(dtype, strict=False)
