@@ -59,6 +59,36 @@ def deferred_interrupts() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+@contextlib.contextmanager
+def deferred_handlers() -> Iterator[None]:
+    """Defer the user's signal handlers in the main thread, that of SIGINT included, to the end of this block.
+
+    A handler may raise, as that of a timeout does. A second signal of the same number is handled at once.
+    """
+    arrived: list[int] = []
+
+    def keep(signum: int, frame: Any) -> None:
+        if signum in arrived:
+            handlers[signum](signum, frame)
+        else:
+            arrived.append(signum)
+
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = {signum: _raw.getsignal(signum) for signum in range(1, signal.NSIG) if signum not in (_SIGINT, NUDGE)}
+        handlers = {signum: handler for signum, handler in found.items() if callable(handler)}
+    with deferred_interrupts():
+        try:
+            with contextlib.ExitStack() as stack:
+                for signum, handler in handlers.items():
+                    stack.callback(_raw.signal, signum, handler)
+                    _raw.signal(signum, keep)
+                yield
+        finally:
+            for signum in arrived:
+                handlers[signum](signum, sys._getframe())
+
+
 def defer(signum: int, frame: Any) -> None:
     """Count a SIGINT in a block of `deferred_interrupts`, and handle the second one: the signal handler there."""
     global _count

@@ -461,24 +461,37 @@ def train_until_stopped(folder: Path) -> None:
         (folder / f"saved{dist.get_rank()}").touch()
 
 
-def test_an_exception_between_sending_and_waiting_lets_ranks_clean_up(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["sending", "waiting"])
+def test_an_exception_before_the_wait_lets_ranks_clean_up(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    class Late(Waiting):
-        """The ranks have begun before the kernel waits, and the user's handler raises there."""
+    """The ranks have begun before the kernel waits, and the user's handler raises there."""
 
+    def get_signal_once() -> None:
+        if not (tmp_path / "raised").exists():
+            assert poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
+            (tmp_path / "raised").touch()
+            signal.raise_signal(signal.SIGUSR1)
+
+    class Late(Waiting):
         def __init__(self, *args: Any, **options: Any) -> None:
-            if not (tmp_path / "raised").exists():
-                assert poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
-                (tmp_path / "raised").touch()
-                signal.raise_signal(signal.SIGUSR1)
+            get_signal_once()
             super().__init__(*args, **options)
+
+    def send(group: Group, rank: int, message: ToRank, **parts: Any) -> None:
+        send_to_rank(group, rank, message, **parts)
+        if isinstance(message, Call) and rank == 1:
+            get_signal_once()
 
     def late(*_: Any) -> None:
         raise TimeoutError("the user's")
 
     pids = session.run_all(os.getpid)
-    monkeypatch.setattr(executor, "Waiting", Late)
+    send_to_rank = Group.send
+    if place == "sending":
+        monkeypatch.setattr(Group, "send", send)
+    else:
+        monkeypatch.setattr(executor, "Waiting", Late)
     before = signal.signal(signal.SIGUSR1, late)
     try:
         with pytest.raises(TimeoutError, match="the user's"):

@@ -9,7 +9,7 @@ from typing import Any
 from ...capture.call import Call
 from ...engines.contract import Engine
 from ...errors import NbdistError, RankDied, RemoteTraceback
-from ...system.interrupts import deferred_interrupts
+from ...system.interrupts import deferred_handlers
 from ...wire import protocol
 from ..cell.cell import Cell
 from ..cell.relay import Relay
@@ -132,12 +132,12 @@ class Executor(SessionRanks):
     def _send_and_wait(
         self, group: Group, send: Callable[[], None], targets: Iterable[int], what: str, **about: Any
     ) -> list[Any]:
-        """Send messages to ranks and wait for their answers. An interrupt is deferred until all is sent."""
+        """Send messages to ranks and wait for their answers. Signal handlers are deferred until all is sent."""
         waiting: Waiting | None = None
         raised: BaseException | None = None
         begun = sent = False
         try:
-            with deferred_interrupts():
+            with deferred_handlers():
                 begun = group.underway = True
                 send()
                 sent = True
