@@ -88,6 +88,15 @@ def test_messages_and_output_are_passed_on_in_order(driver: FakeDriver, inbox: I
     received.listener.select(0.0)  # does not wait
 
 
+def test_the_output_of_two_ranks_stays_in_order(driver: FakeDriver, received: Received) -> None:
+    """A notice of what a node leaves out is in the stream of one rank, and ends the lines of the others."""
+    begun = Begun()
+    driver.deliver(("message", [1], begun, None), ("output", 0, 0, b"a"), ("output", 1, 0, b"b"))
+    driver.deliver(("output", 0, 0, b"c"), ("message", [1], Done(True), None))
+    received.listener.select(10.0)
+    assert received.all == [(1, begun, None), (0, 0, b"a"), (1, 0, b"b"), (0, 0, b"c"), (1, Done(True), None)]
+
+
 def test_a_lost_node_takes_its_living_ranks_with_it(driver: FakeDriver, inbox: Inbox, received: Received) -> None:
     driver.deliver(("exit", 2, 0, ""))
     driver.receiver("lost", ((2, 4), "was lost"), None)

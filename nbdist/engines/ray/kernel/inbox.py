@@ -186,8 +186,7 @@ class InboxListener:
         if kind == "output":
             rank, which = what
             self._inbox.pass_on(rank, which, self._on_output)
-        elif kind == "message":
-            self._inbox.drain(what[0], self._on_output)
+        elif kind == "message":  # all earlier output has been passed on, in the order of arrival
             self._on_message(*what)
         else:
             self._inbox.drain(what[0].rank, self._on_output)
