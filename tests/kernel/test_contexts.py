@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import concurrent.futures.process
+import contextlib
 import functools
 import gc
 import os
@@ -27,6 +28,7 @@ from conftest import Cell, Deadly, Kernel, living, open_fds, poll
 
 import nbdist
 from nbdist import CaptureError, NbdistError, WorkerDied
+from nbdist.kernel.pools.pool import WarmPool
 from nbdist.kernel.pools.processes import process_reader
 
 CELLS = cells("kernel/cells/contexts.py")
@@ -376,7 +378,9 @@ def test_worker_killed_in_each_phase(ctx: Any, phase: str) -> None:
         if phase == "in the initializer":
             time.sleep(1000)
 
-    with ctx.Pool(2, begin, (Deadly("read"),) if phase == "starting" else ()) as pool:
+    pool = ctx.Pool(2, begin, (Deadly("read"),) if phase == "starting" else ())
+    with contextlib.ExitStack() as stack:  # entering the pool raises what a dead worker does
+        stack.callback(pool.terminate)
         workers = [] if phase == "starting" else list(pool._pool)
         if phase == "while a result is sent":
             pool._outqueue._wlock.acquire()  # so that they are at it, and stay there
@@ -415,9 +419,25 @@ def test_failing_initializer_is_no_endless_loop(ctx: Any, capfd: pytest.CaptureF
     def begin() -> None:
         raise ValueError("no model")
 
-    with ctx.Pool(2, begin) as pool, pytest.raises(WorkerDied, match="exit code 1") as caught:
+    with pytest.raises(WorkerDied, match="exit code 1") as caught, ctx.Pool(2, begin) as pool:
         pool.map(abs, range(3))
     assert "ValueError: no model" in str(caught.value)
+
+
+def test_a_worker_may_end_before_the_pool_is_made(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin() -> None:
+        raise ValueError("no model")
+
+    def start_and_wait(pool: Any) -> None:
+        super(WarmPool, pool)._repopulate_pool()  # type: ignore[misc]
+        assert poll(lambda: pool._early)
+
+    monkeypatch.setattr(WarmPool, "_repopulate_pool", start_and_wait, raising=False)
+    pool = ctx.Pool(1, begin)
+    with pytest.raises(WorkerDied, match="ValueError: no model"):
+        pool.map(abs, range(3))
+    pool.terminate()
+    pool.join()
 
 
 def test_big_data_are_shared(ctx: Any, tmp_path: Path) -> None:

@@ -38,10 +38,16 @@ class WarmPool(_Own):
         self._cell = Cell(background=True)
         self._lost: Exception | None = None
         self._failing = threading.Lock()
+        self._early: list[Running] | None = []
+        """The workers that have ended before the pool was made; None: it is made."""
         # The library hands this to a thread of its own, which must not keep the pool.
         self.Process = functools.partial(_worker, weakref.ref(self), self.starter)
         super().__init__(*args, **options)
         weakref.finalize(self, _close, self._calls)
+        with self._failing:
+            early, self._early = self._early, None
+        for running in early:
+            self._on_exit(running)
 
     # ------------------------------------------------------------------------------------------ functions
 
@@ -113,6 +119,10 @@ class WarmPool(_Own):
 
     def _on_exit(self, running: Running) -> None:
         """Handle the end of a worker. Unless it was done, its task is lost, and perhaps a lock of the queues."""
+        with self._failing:
+            if self._early is not None:
+                self._early.append(running)
+                return
         if running.returned or running.asked_to_end or self._state == self.library.TERMINATE:
             return
         if self._lost is None:
@@ -160,26 +170,18 @@ def _worker(pool_ref: weakref.ref[Any], starter: Starter, ctx: Any, **options: A
     pool = pool_ref()
     target, args = options.pop("target"), options.pop("args")
     process = ctx.Process(target=work, args=(target, *args), **options)
-    if pool is not None and pool._lost is not None:
-        process.start = functools.partial(_give_up, pool_ref)
-    elif pool is not None:
+    if pool is not None:
         starter.roles[process] = Role(
             pool._cell,
             processes=pool._processes,
             worker=True,
             functions=pool._calls,
             busy=functools.partial(_is_busy, pool_ref),
+            is_lost=functools.partial(_is_lost, pool_ref),
             on_exit=functools.partial(_on_exit, pool_ref),
             owner=pool_ref,
         )
     return process
-
-
-def _give_up(pool_ref: weakref.ref[Any]) -> None:
-    """Start nothing: the pool's other workers were given up while this worker was about to start."""
-    pool = pool_ref()
-    if pool is not None and threading.current_thread() is getattr(pool, "_worker_handler", None):
-        raise SystemExit  # ends that thread, which would look for a process, without a word
 
 
 def _workers(pool: Any) -> list[Running]:
@@ -193,6 +195,11 @@ def _workers(pool: Any) -> list[Running]:
 def _is_busy(pool_ref: weakref.ref[Any]) -> bool:
     pool = pool_ref()
     return pool is not None and bool(pool._cache)
+
+
+def _is_lost(pool_ref: weakref.ref[Any]) -> bool:
+    pool = pool_ref()
+    return pool is not None and pool._lost is not None
 
 
 def _on_exit(pool_ref: weakref.ref[Any], running: Running) -> None:

@@ -48,6 +48,8 @@ class Role:
     """The functions that the process may request, by number."""
     busy: Callable[[], bool] = lambda: True
     """Returns True if an interrupt of the notebook is meant for the process, too."""
+    is_lost: Callable[[], bool] = lambda: False
+    """Returns True if the pool has lost a worker, so that it needs no further ones."""
     on_exit: Callable[[Running], None] = lambda running: None
     """Called when the process has ended."""
 

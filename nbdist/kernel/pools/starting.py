@@ -55,8 +55,19 @@ class Starter:
 
     def start(self, process: Any, descriptors: list[int]) -> Running:
         """Start the process of a `Process` object; pickling the object adds to the `descriptors` to send."""
-        messages.install_for_joblib()
         role = self.roles.pop(process, None) or Role(Cell(background=True))
+        try:
+            running = self._start(process, descriptors, role)
+        except Exception:
+            if role.is_lost():  # and its queues are closed
+                raise SystemExit from None  # ends the pool's thread that replaces workers, without a traceback
+            raise
+        if role.is_lost():  # after the other workers were killed
+            running.kill()
+        return running
+
+    def _start(self, process: Any, descriptors: list[int], role: Role) -> Running:
+        messages.install_for_joblib()
         trackers = self._trackers()
         # Or each process would make its own, and leave it behind where it is killed. This one travels with the process.
         process._config["tempdir"] = folder = importlib.import_module(f"{self.library}.util").get_temp_dir()
