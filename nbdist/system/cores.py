@@ -17,6 +17,16 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def load_per_core() -> float:
+    """Return the number of threads that run or want to run, for each core of the machine, as a mean over the last
+    minute; 0.0 if the system does not report it.
+    """
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return 0.0
+
+
 @functools.cache
 def numa_nodes() -> list[list[int]]:
     """Return the cores of each NUMA node; an empty list if the system does not report them."""

@@ -23,6 +23,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(ending, "time", clock)
+    monkeypatch.setattr(ending, "load_per_core", lambda: 0.5)
     return clock
 
 
@@ -61,6 +62,18 @@ def test_ranks_with_a_gpu_get_longer_to_leave(clock: Clock, on_gpu: bool, second
     assert call.left(100.0) == pytest.approx(seconds)
     clock.now += seconds + 0.1
     assert call.decide() is Decision.GIVE_UP and call.given_up
+
+
+@pytest.mark.parametrize(("load", "seconds"), [(1.0, 0.8), (4.0, 3.2), (400.0, 15.0)])
+def test_ranks_get_longer_on_a_busy_machine(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, load: float, seconds: float
+) -> None:
+    monkeypatch.setattr(ending, "load_per_core", lambda: load)
+    call = begin()
+    call.fail(1, ValueError())
+    call.aborted = True
+    call.was_aborted(all_begun=True)
+    assert call.left(100.0) == pytest.approx(seconds)
 
 
 def test_a_second_failure_asks_nobody_again() -> None:

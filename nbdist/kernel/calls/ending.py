@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 from ...errors import RemoteTraceback, text_of
+from ...system.cores import load_per_core
 
 #: Seconds that the other ranks get to end the call after the first failure: enough to send their own errors.
 GRACE_AFTER_FAILURE = 0.8
@@ -26,6 +27,9 @@ GRACE_TO_REPORT = 5.0
 GRACE_AFTER_INTERRUPT = 5.0
 #: Seconds from an interrupt to the abort of the ranks' process groups, unless a rank has left its group before.
 GRACE_BEFORE_ABORT = 2.0
+
+#: On a busy machine ranks need more seconds than the above, in proportion to the load, but get no more than these.
+MOST_GRACE = 15.0
 
 #: The error of a rank that has lost its peer: a consequence of a failure, not its cause.
 _LOST_PEER = re.compile(
@@ -95,7 +99,7 @@ class Ending:
         self._begin = time.monotonic()
         self._deadline = None if timeout is None else self._begin + timeout
         self._on_gpu, self._patience = on_gpu, patience
-        self._grace = 0.0
+        self._grace, self._load = 0.0, 1.0
         self._has_been_patient = self._waited_to_begin = False
 
     def elapsed(self) -> float:
@@ -129,7 +133,8 @@ class Ending:
         return self._leave(GRACE_AFTER_INTERRUPT, at_once=False)
 
     def _leave(self, grace: float, at_once: bool) -> Decision:
-        self.leaving, self.at_once, self._grace = True, at_once, grace
+        self._load = max(1.0, load_per_core())
+        self.leaving, self.at_once, self._grace = True, at_once, self._on_this_machine(grace)
         return Decision.ASK_TO_LEAVE
 
     def asked_to_leave(self, all_begun: bool) -> None:
@@ -137,12 +142,14 @@ class Ending:
         if not self.aborted:
             self._waited_to_begin = not all_begun
             before_abort = 0.0 if self.at_once else GRACE_BEFORE_ABORT
-            self._deadline = time.monotonic() + (before_abort if all_begun else GRACE_TO_BEGIN)
+            grace = self._on_this_machine(before_abort if all_begun else GRACE_TO_BEGIN)
+            self._deadline = time.monotonic() + grace
 
     def was_aborted(self, all_begun: bool) -> None:
         """Record that the process groups were aborted, and whether each rank had begun the call."""
         enough = all_begun or self._waited_to_begin
-        self._deadline = time.monotonic() + (self._grace if enough else max(self._grace, GRACE_TO_BEGIN))
+        grace = self._grace if enough else max(self._grace, self._on_this_machine(GRACE_TO_BEGIN))
+        self._deadline = time.monotonic() + grace
 
     def begun(self) -> None:
         """Record that a rank begins the call after it was asked to leave."""
@@ -150,7 +157,10 @@ class Ending:
 
     def reporting(self) -> None:
         """Record that a rank has raised and sends its exception, or reports an uninterruptible step."""
-        self._extend(GRACE_TO_REPORT)
+        self._extend(self._on_this_machine(GRACE_TO_REPORT))
+
+    def _on_this_machine(self, seconds: float) -> float:
+        return min(seconds * self._load, max(seconds, MOST_GRACE))
 
     def _extend(self, seconds: float) -> None:
         if self.leaving and self._deadline is not None:

@@ -241,7 +241,7 @@ def test_pairs_of_steps_match_the_reference(
 @pytest.mark.parametrize("first", MAKERS)
 def test_each_step_after_each_other(tmp_path: Path, first: str, second: str) -> None:
     @given(seen=rows, asked=rows)
-    @settings(max_examples=4, derandomize=True, phases=[Phase.generate])  # made small, one takes minutes
+    @settings(max_examples=2, derandomize=True, phases=[Phase.generate])  # made small, one takes minutes
     def compared(seen: list[Any], asked: list[Any]) -> None:
         check((first, second), seen, asked, tmp_path)
 
@@ -250,7 +250,7 @@ def test_each_step_after_each_other(tmp_path: Path, first: str, second: str) -> 
 
 @pytest.mark.long("triples of steps")
 @given(names=st.tuples(*[st.sampled_from(list(MAKERS))] * 3), seen=rows, asked=rows)
-@settings(max_examples=400, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=150, derandomize=True, phases=[Phase.generate])
 def test_triples_of_steps(
     tmp_path_factory: pytest.TempPathFactory, names: tuple[str, str, str], seen: list[Any], asked: list[Any]
 ) -> None:

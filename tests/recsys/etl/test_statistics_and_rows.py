@@ -239,6 +239,12 @@ def test_a_small_spread_of_large_numbers() -> None:
     assert table[SQUARES].item() == pytest.approx(666, rel=1e-12) and table[SUM].item() == times["time"].sum()
 
 
+def test_the_largest_numbers_that_are_learned_from() -> None:
+    values = [1e150, -1e150, math.nextafter(1e150, math.inf), math.nan, None]
+    one = Workflow(Normalize("x")).fit(pl.DataFrame({"x": values}), progress=False)
+    assert one.state.tables["normalize", "x"][COUNT].item() == 2
+
+
 # --- the next day ---
 
 
