@@ -61,7 +61,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_handlers() -> Iterator[None]:
-    """Defer the user's signal handlers in the main thread, that of SIGINT included, to the end of this block.
+    """Defer all signal handlers in the main thread, also for SIGINT, to the end of this block.
 
     A handler may raise, as that of a timeout does. A second signal of the same number is handled at once.
     """
