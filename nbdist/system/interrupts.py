@@ -63,7 +63,7 @@ def deferred_interrupts() -> Iterator[None]:
 def deferred_handlers() -> Iterator[None]:
     """Defer all signal handlers in the main thread, also for SIGINT, to the end of this block.
 
-    A handler may raise, as that of a timeout does. A second signal of the same number is handled at once.
+    A handler may raise, as the handler of a timeout does. A second signal of the same number is handled at once.
     """
     arrived: list[int] = []
 
