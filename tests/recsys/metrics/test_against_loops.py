@@ -177,13 +177,13 @@ some_lists = st.lists(
 
 
 @given(some_rows, st.integers(1, 6), st.integers(1, 8), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_metrics_of_rows(rows: list[Row], k: int, batch: int, weighted: bool) -> None:
     assert same(all_of(rows, k, batch, weighted), expected_of(rows, k, weighted))
 
 
 @given(some_lists, st.integers(1, 4), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_metrics_of_lists(users: list[Any], k: int, weighted: bool) -> None:
     ranked, relevant, weights = zip(*users, strict=True)
     expected = of_lists(ranked, relevant, weights if weighted else [1.0] * len(users), k)
@@ -191,7 +191,7 @@ def test_metrics_of_lists(users: list[Any], k: int, weighted: bool) -> None:
 
 
 @given(some_rows, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_one_nan_or_infinity_is_refused(rows: list[Row], data: st.DataObject) -> None:
     place, what = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.sampled_from(["score", "weight"]))
     wrong = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
