@@ -163,6 +163,17 @@ def test_a_null_whose_logarithm_no_model_was_trained_on(tmp_path: Path) -> None:
         Preprocessing(tmp_path)(request)
 
 
+def test_the_next_step_gets_a_logarithm_in_the_type_of_its_column(tmp_path: Path) -> None:
+    exact = {np.float32(x): np.log1p(np.float64(np.float32(x))) for x in np.arange(0.1, 1.0, 0.1)}
+    x, boundary = next((x, float(np.float32(log))) for x, log in exact.items() if np.float32(log) > log)
+    rows = pl.DataFrame({"x": [x]}, schema={"x": pl.Float32})
+    one = Workflow(Log("x"), Bucketize("x", boundaries=[boundary])).fit(rows, progress=False)
+    assert one.transform(rows).collect()["x"].to_list() == [2]
+    result = served_steps(one, ["x"])
+    result.write(tmp_path)
+    assert Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(rows))["x"].tolist() == [[2]]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
