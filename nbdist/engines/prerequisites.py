@@ -51,5 +51,6 @@ def check_loopback() -> None:
             if exc.errno == errno.EADDRNOTAVAIL:
                 raise NbdistError(
                     f"the network interface {LOOPBACK_INTERFACE!r} must have the address {LOOPBACK}, because ranks of "
-                    f"one machine communicate over it, and it has not: ip addr add {LOOPBACK}/8 dev {LOOPBACK_INTERFACE}"
+                    f"one machine communicate over it, and it has none: ip addr add {LOOPBACK}/8 dev "
+                    f"{LOOPBACK_INTERFACE}"
                 ) from exc
