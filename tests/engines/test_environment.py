@@ -157,7 +157,7 @@ def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_working_folder_that_cannot_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after `sudo -u` in a private folder."""
+    """A private folder of another user, after `sudo -u`."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(search_path, "_warned", False)
     with pytest.warns(UserWarning, match=f"cannot be entered by this user, so ranks work in {tempfile.gettempdir()}"):

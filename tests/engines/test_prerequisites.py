@@ -47,7 +47,7 @@ def test_a_question_about_interfaces_that_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_a_loopback_interface_without_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with IPv6 alone."""
+    """A machine with IPv6 alone."""
 
     def refuse(self: socket.socket, address: object) -> None:
         raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
