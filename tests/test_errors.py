@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import os
 import pickle
@@ -157,6 +158,10 @@ class NoRebuild(ConnectionError):
         StopIteration(5),
         SystemExit(7),
         KeyboardInterrupt("mine"),
+        GeneratorExit("x"),
+        asyncio.CancelledError("c"),
+        MemoryError(),
+        ValueError("\ud800 \x00"),
         RankTimeout("one inside a rank"),
     ],
     ids=lambda error: type(error).__name__,
@@ -179,6 +184,17 @@ def test_attributes_and_notes_are_kept() -> None:
         in_ddp(1, fails_as, error)
     assert caught.value.two == "two"
     assert getattr(caught.value, "__notes__", ["a note"]) == ["a note"]
+
+
+def test_an_exception_that_refers_to_itself() -> None:
+    def fail() -> None:
+        error = ValueError("a")
+        error.__cause__ = error.me = error  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(ValueError, match="a") as caught:
+        in_ddp(1, fail)
+    assert getattr(caught.value, "me", None) is caught.value
 
 
 def test_an_exception_that_cannot_be_rebuilt() -> None:

@@ -19,7 +19,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from ..deaths import NEVER_STARTED, lost_in_import
+from ..deaths import NEVER_STARTED, lost_in_import, not_started
+from ..errors import NbdistError
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
@@ -105,8 +106,10 @@ class ForkServer:
                     env=env,
                     pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
                 )
-        except BaseException:
+        except BaseException as exc:
             self.hang_up()
+            if isinstance(exc, BlockingIOError):
+                raise NbdistError(f"the fork server {not_started(exc.errno)}") from exc
             raise
         register_after_fork(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -9,7 +10,7 @@ import struct
 import sys
 
 from ..errors import NbdistError
-from ..wire.rendezvous import LOOPBACK_INTERFACE
+from ..wire.rendezvous import LOOPBACK, LOOPBACK_INTERFACE
 
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
 
@@ -30,7 +31,7 @@ def check_proc() -> None:
 
 
 def check_loopback() -> None:
-    """Raise `NbdistError` unless the interface over which ranks of this machine communicate is up."""
+    """Raise `NbdistError` unless the interface over which ranks of this machine communicate is up, with its address."""
     if sys.platform != "linux":
         return
     with socket.socket() as sock:
@@ -43,3 +44,13 @@ def check_loopback() -> None:
             f"the network interface {LOOPBACK_INTERFACE!r} must be up, because ranks of one machine communicate over "
             f"it, and it is down, as in a new network namespace: ip link set {LOOPBACK_INTERFACE} up"
         )
+    with socket.socket() as sock:
+        try:
+            sock.bind((LOOPBACK, 0))
+        except OSError as exc:
+            if exc.errno == errno.EADDRNOTAVAIL:
+                raise NbdistError(
+                    f"the network interface {LOOPBACK_INTERFACE!r} must have the address {LOOPBACK}, because ranks of "
+                    f"one machine communicate over it, and it has none: ip addr add {LOOPBACK}/8 dev "
+                    f"{LOOPBACK_INTERFACE}"
+                ) from exc

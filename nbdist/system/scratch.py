@@ -33,6 +33,7 @@ def make_held(folder: str) -> int:
     os.mkdir(unheld, 0o700)
     held = -1
     try:
+        os.chmod(unheld, 0o700)  # a umask may have taken the user's own permissions away
         held = os.open(unheld, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a file system without locks: no process removes the folder there, either
             fcntl.flock(held, fcntl.LOCK_SH)

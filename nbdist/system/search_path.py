@@ -24,16 +24,22 @@ _warned = False
 
 
 def working_folder() -> str:
-    """Return the working folder. If it no longer exists, return the folder for temporary files, with a warning."""
+    """Return the working folder. If no process can start there, return the folder for temporary files, with a
+    warning."""
     global _warned
+    lost = ""
     try:
-        folder, _warned = os.getcwd(), False
+        folder = os.getcwd()
+        if not os.access(folder, os.X_OK):
+            lost = "cannot be entered by this user"
     except FileNotFoundError:
+        lost = "no longer exists"
+    if lost:
         folder = tempfile.gettempdir()
         if not _warned:
-            _warned = True
-            text = f"the notebook's working folder no longer exists, so ranks work in {folder}. Go to another one: %cd"
+            text = f"the notebook's working folder {lost}, so ranks work in {folder}. Go to another one: %cd"
             warnings.warn(text, stacklevel=2)
+    _warned = bool(lost)
     return folder
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from conftest import Kernel
 
 from nbdist import NbdistError, RayOptions, Session, in_ddp, parallel_map
 from nbdist.engines import forkserver
+from nbdist.system import search_path
 
 
 def seen() -> tuple[int, dict[str, Any], int]:
@@ -152,6 +154,17 @@ def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     assert parallel_map(abs, [-1, -2], workers=2, progress=False) == [1, 2]
     forkserver.stop()
     assert in_ddp(2, sum, [1, 2]) == 3, "a server that starts there works, too"
+
+
+def test_a_working_folder_that_cannot_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private folder of another user, after `sudo -u`."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(search_path, "_warned", False)
+    with pytest.warns(UserWarning, match=f"cannot be entered by this user, so ranks work in {tempfile.gettempdir()}"):
+        assert search_path.working_folder() == tempfile.gettempdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert search_path.working_folder() == tempfile.gettempdir(), "the warning is shown once"
 
 
 def test_a_relative_folder_of_modules_is_where_it_was_first_used(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -42,6 +44,17 @@ def test_a_question_about_interfaces_that_is_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fcntl, "ioctl", refuse)
     prerequisites.check_loopback()
+
+
+def test_a_loopback_interface_without_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with IPv6 alone."""
+
+    def refuse(self: socket.socket, address: object) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(prerequisites.socket, "socket", type("Socket", (socket.socket,), {"bind": refuse}))
+    with pytest.raises(NbdistError, match=r"must have the address 127.0.0.1, .*: ip addr add 127.0.0.1/8 dev lo$"):
+        prerequisites.check_loopback()
 
 
 CODE = """

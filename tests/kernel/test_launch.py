@@ -507,6 +507,11 @@ def _logarithm() -> None:
         optimizer.step()
 
 
+@pytest.mark.long("a fork server of a rank")
+def test_a_rank_may_have_ranks_of_its_own() -> None:
+    assert in_ddp(1, lambda: in_ddp(2, lambda: dist.get_world_size())) == 2
+
+
 def test_checks_hold_in_the_kernel_too() -> None:
     """`check=` was ignored without ranks."""
     in_ddp(0, _logarithm)

@@ -167,6 +167,32 @@ def test_a_rank_that_closes_its_connection() -> None:
         session.run(closes)
 
 
+def test_a_rank_that_becomes_another_program() -> None:
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        with pytest.raises(RankDied, match=r"rank \d .*closed its connection"):
+            session.run(lambda: os.execv("/bin/sleep", ["sleep", "100000"]))
+        session.restart()
+        assert session.run(sums) == 2.0
+        assert poll(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_rank_that_spoils_its_interpreter() -> None:
+    def spoil() -> int:
+        import builtins
+
+        for module, name in ((builtins, "print"), (sys, "stdout"), (sys, "stderr")):
+            setattr(module, name, None)
+        sys.path.clear()
+        os.chdir("/")
+        os.umask(0o777)
+        return 1
+
+    with Session(2) as session:
+        assert session.run(spoil) == 1
+        assert session.run(sums) == 2.0
+
+
 def spoil_join() -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ValueError("cannot join")

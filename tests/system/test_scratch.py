@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from users import OTHER, needs_root
+from users import OTHER, as_another_user, needs_root
 
 from nbdist.system import scratch
 
@@ -126,3 +127,16 @@ def test_sessions_that_start_at_once_remove_no_folder_of_each_other(tmp_path: Pa
         for descriptor in held:
             os.close(descriptor)
     assert all(os.path.isdir(folder) for folder in made)
+
+
+@needs_root
+def test_a_umask_takes_no_permission_from_the_user_who_makes_a_folder() -> None:
+    def make() -> str:
+        os.umask(0o777)
+        folder = os.path.join(base, scratch.new_name())
+        os.close(scratch.make_held(folder))
+        return f"{os.stat(folder).st_mode & 0o777:o}"
+
+    with tempfile.TemporaryDirectory() as base:
+        os.chmod(base, 0o777)
+        assert as_another_user(make) == "700"

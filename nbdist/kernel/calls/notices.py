@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Set
 from ...errors import RankStuck, RankTimeout, text_of
 from ...notebook.shell import shell
 from ...system.free_memory import lack_of_address_space
+from ...system.limits import lack_of_threads
 from ...wire.protocol import Finishing
 from . import stacks
 from .group import Group
@@ -60,10 +61,11 @@ class Notices:
         self._group.relay.cell.notice(f"{reason}. The stop button ends the call; on_hang='raise' would have ended it")
 
     def failed(self, rank: int, error: BaseException) -> None:
-        """Show that a rank had too little address space, if its error says so."""
+        """Show which limit a rank has reached, of address space or of threads, if its error says so."""
         ranks = self._group.ranks
         pid = ranks.pids[rank] if ranks.takes_descriptors else None  # else one of another machine
-        if lack := lack_of_address_space(f"{type(error).__name__}: {text_of(error)}", pid):
+        words = f"{type(error).__name__}: {text_of(error)}"
+        if lack := lack_of_address_space(words, pid) or lack_of_threads(words):
             self._group.relay.cell.notice(f"rank {rank} {lack}")
 
     def waited(self, seconds: float, waited: Mapping[int, float]) -> None:
