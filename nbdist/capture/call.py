@@ -74,7 +74,7 @@ def capture_call(
         cells={name: numbers[name] for name in sources if name in numbers},
         need=frozenset(need),
         settings=sender.take() if settings else {},
-        imported_alongside=tuple(alongside),
+        imported_alongside=(*alongside, *(name for name in list(sys.modules) if name in pickler.modules)),
         places=_places([*pickler.modules, *alongside]),
         own_sources=own_sources(),
         gone=_gone(pickler),

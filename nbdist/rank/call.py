@@ -78,7 +78,8 @@ class Caller:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
-        import_beside(header.imported_alongside)  # before the settings: modules change some of them
+        if import_beside(header.imported_alongside):  # before the settings: modules change some of them
+            self._settings.set_again()
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()
