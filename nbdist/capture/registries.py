@@ -33,7 +33,7 @@ _NEVER = {"IPython", "ipykernel", "ipywidgets", "comm", "traitlets", "zmq", "tor
 _NEVER |= {"warnings", "logging", "cloudpickle", "asyncio", "threading", "multiprocessing"}
 #: Code that may put something into a registry.
 _MAY_REGISTER = re.compile(
-    r"regist|\badd_|_hook\b|copyreg|implements|\bwrap\b|set_extension|\.define\("
+    r"regist|\badd_|_hook\b|copyreg|implements|\bwrap\b|set_extension|\bconfigure\(|\.define\("
     r"|^\s*@(?!torch|functools|contextlib|dataclasses|abc|typing)\w+\.\w+\(",
     re.MULTILINE,
 )
