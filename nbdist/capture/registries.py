@@ -122,7 +122,7 @@ def enter(entry: Entry) -> Callable[[], object]:
 
 
 def _enter_leaf(entry: Entry) -> Callable[[], object]:
-    """Let `torch.fx` call a function of this process's main namespace instead of tracing it."""
+    """Make traces of `torch.fx` call a function of this process's main namespace."""
     leaves, main = _registry(entry), main_namespace()
     main.setdefault(entry.key, entry.value)  # torch looks up all of these names in each trace
     leaves[id(main), entry.key] = main

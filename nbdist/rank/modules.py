@@ -156,22 +156,18 @@ class Reloader(importlib.abc.MetaPathFinder):
             self._imported.pop(one, None)
 
 
-def import_beside(names: Sequence[str]) -> bool:
-    """Import the modules of a call, and those that no code of it names, such as fastai's patches. Return whether any
-    was not imported yet. A warning names an import that fails."""
-    found = False
+def import_beside(names: Sequence[str]) -> None:
+    """Import modules that no code of the call names, such as fastai's patches; a warning names an import that fails."""
     for name in names:
         if name not in sys.modules:
             try:
                 importlib.import_module(name)
-                found = True
             except Exception as exc:
                 warnings.warn(
                     f"{name}, which the notebook has imported, cannot be imported in this rank "
                     f"({type(exc).__name__}: {exc})",
                     stacklevel=2,
                 )
-    return found
 
 
 def _notify(text: str) -> None:

@@ -13,7 +13,7 @@ from nbdist.capture import experiment_tracking
 
 
 class Store(SimpleNamespace):
-    """What MLflow does with runs: one is active, and those that have ended keep a status."""
+    """A stand-in for MLflow: one run is active, and each run has a status."""
 
     def __init__(self) -> None:
         super().__init__(active=None, status={}, autologged=[])

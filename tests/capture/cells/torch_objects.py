@@ -218,7 +218,7 @@ with Session(2, devices="cpu") as session:
     assert all(map(torch.allclose, model.parameters(), expected.parameters()))
     assert all(torch.allclose(state[name], value) for name, value in expected.state_dict().items())
 
-# %% a traced module whose tracer needs arguments, as that of torch.export
+# %% a traced module whose tracer needs arguments, as with torch.export
 import torch
 import torch.fx
 
