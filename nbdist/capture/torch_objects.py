@@ -72,6 +72,8 @@ def _reduce_graph(torch: Any, obj: Any) -> Reduction | None:
     if fx is None or tracer is None or not isinstance(obj, fx.GraphModule) or not _needs_arguments(tracer):
         return None
     make, (body, *rest), *more = obj.__reduce__()
+    own = {name for name, value in body.items() if type(value) is types.MethodType and value.__self__ is obj}
+    body = {name: value for name, value in body.items() if name not in own}  # refusals of `train` and `eval`
     return make, ({**body, "_tracer_cls": None}, *rest), *more
 
 
