@@ -188,7 +188,7 @@ def _leaves(main: dict[str, Any]) -> Iterator[Entry]:
     """Yield the functions of cells that `torch.fx.wrap` was called for."""
     fx = sys.modules.get("torch.fx._symbolic_trace")
     for (_, name), namespace in list(contents(fx).get(_LEAVES, {}).items()):
-        if namespace is main and name in main:
+        if fx is not None and namespace is main and name in main:
             yield Entry(fx, _LEAVES, name, main[name])
 
 
