@@ -201,6 +201,8 @@ def _can_import(package: str) -> bool:
 def _of_owner(owner: Any, main: dict[str, Any], seen: set[int], names: set[str]) -> Iterator[Entry]:
     in_module = is_a(owner, types.ModuleType)
     for name, found in list(contents(owner).items()):
+        if name.startswith("__"):  # `__all__` and Python's own tables
+            continue
         kind = type(found)
         if kind in PLAIN or id(found) in seen:
             continue

@@ -91,7 +91,7 @@ class Settings:
                     self._last[name] = value
             except Exception as exc:
                 why = exc.__cause__ if isinstance(exc, Unreadable) else exc
-                warnings.warn(f"the notebook's settings of {name} are not set in this rank: {why!r}", stacklevel=1)
+                _warn(f"the notebook's settings of {name} are not set in this rank: {why!r}")
 
     def _environ(self, value: Mapping[str, str]) -> None:
         before = self._last.get("environment")
@@ -141,7 +141,7 @@ class Settings:
             try:
                 setattr(owner, name, own)
             except Exception as exc:
-                warnings.warn(f"{place((owner, name, own))} is not set in this rank: {exc!r}", stacklevel=1)
+                _warn(f"{place((owner, name, own))} is not set in this rank: {exc!r}")
                 continue
             self._patched[id(owner), name] = owner, own, before if there is last else there
 
@@ -152,7 +152,7 @@ class Settings:
             try:
                 self._entered.append(enter(entry))
             except Exception as exc:
-                warnings.warn(f"{entry.place()} is not set in this rank: {exc!r}", stacklevel=1)
+                _warn(f"{entry.place()} is not set in this rank: {exc!r}")
 
     def _logging(self, value: Any) -> None:
         disable, loggers = value
@@ -250,6 +250,13 @@ class Settings:
         "options": lambda self, value: library_options.write(value),
         "torch": _torch_modes,
     }
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=2)
+    except Warning:  # by the notebook's filters: no setting makes a call fail
+        sys.stderr.write(f"{text}\n")
 
 
 def _set_decimal(own: Sequence[Any], default: Sequence[Any]) -> None:
