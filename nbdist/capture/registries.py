@@ -201,14 +201,12 @@ def _can_import(package: str) -> bool:
 def _of_owner(owner: Any, main: dict[str, Any], seen: set[int], names: set[str]) -> Iterator[Entry]:
     in_module = is_a(owner, types.ModuleType)
     for name, found in list(contents(owner).items()):
-        if name.startswith("__"):  # `__all__` and Python's own tables
-            continue
         kind = type(found)
         if kind in PLAIN or id(found) in seen:
             continue
         if kind in _CONTAINERS:
-            seen.add(id(found))
-            yield from _of_container(owner, name, found, main, names)
+            seen.add(id(found))  # those with two underscores are `__all__` and Python's own
+            yield from _of_container(owner, name, found, main, set() if name.startswith("__") else names)
         elif kind is types.FunctionType:
             registry = contents(found).get("registry") if in_module else None
             if type(registry) is types.MappingProxyType and "register" in contents(found):
