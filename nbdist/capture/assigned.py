@@ -65,6 +65,8 @@ def assigned_in(cell: str) -> Iterator[Chain]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             target = node.func  # settings.RATES.update(...)
         chain = _chain(target) if target is not None else ()
+        if isinstance(node, ast.Call) and chain:
+            chain = (*chain[:-1], "")  # a method changes its object, and is not what is assigned
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
             name = node.args[1] if len(node.args) == 3 else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str):

@@ -75,6 +75,7 @@ def capture_call(
         need=frozenset(need),
         settings=sender.take() if settings else {},
         imported_alongside=tuple(alongside),
+        modules=tuple(name for name in list(sys.modules) if name in pickler.modules),
         places=_places([*pickler.modules, *alongside]),
         own_sources=own_sources(),
         gone=_gone(pickler),

@@ -53,7 +53,7 @@ class Patches:
         found = {(id(owner), name): (owner, name, value) for owner, name, value in (*holding, *self._assigned.find())}
         # A class that no import gives travels by value, with all that it has, or not at all.
         patches = [patch for patch in found.values() if not is_a(patch[0], type) or importable(patch[0])]
-        return self._refusals.without(patches, _place)
+        return self._refusals.without(patches, place)
 
     def _may_have(self) -> bool:
         cells = getattr(shell(), "user_ns", {}).get("_ih")
@@ -64,7 +64,8 @@ class Patches:
         return self._wary
 
 
-def _place(patch: Patch) -> str:
+def place(patch: Patch) -> str:
+    """Return the name of the attribute, for messages."""
     owner, name, _ = patch
     return ".".join([*(text(owner, part) for part in (_OF_A_CLASS if is_a(owner, type) else ["__name__"])), name])
 

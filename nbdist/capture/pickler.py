@@ -95,6 +95,7 @@ class Pickler(DefinitionPickler):
             reduce_data(obj, self._files)
             or reducers.reduce_fastai(obj)
             or reducers.reduce_wrapt(obj)
+            or reducers.reduce_namespaces(obj)
             or reducers.reduce_own(obj)
             or reducers.reduce_widget(obj)
             or shared.reduce_managed(obj)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..notebook.shell import kernel_shell, shell
+from .need import main_namespace
 
 Reduction = tuple[Any, ...]
 
@@ -205,6 +206,20 @@ def reduce_wrapt(obj: Any) -> Reduction | None:
 
 def _wrap(wrapped: Any, wrapper: Any, enabled: Any) -> Any:
     return importlib.import_module("wrapt").FunctionWrapper(wrapped, wrapper, enabled)
+
+
+def reduce_namespaces(obj: Any) -> Reduction | None:
+    """Return the reduction of the namespaces that a function under pydantic's `validate_call` keeps to read type hints:
+    the reader's own, and not all variables of the notebook. None for any other object."""
+    module = sys.modules.get("pydantic._internal._namespace_utils")
+    if module is None or type(obj) is not getattr(module, "NsResolver", None):
+        return None
+    return _make_resolver, (type(obj),)
+
+
+def _make_resolver(kind: Any) -> Any:
+    namespaces = importlib.import_module(kind.__module__).NamespacesTuple(main_namespace(), {})
+    return kind(namespaces_tuple=namespaces)
 
 
 def reduce_delegating(obj: Any) -> Reduction | None:

@@ -2,7 +2,8 @@
 
 Examples: `copyreg.pickle(Odd, reduce)`, `numbers.Number.register(Money)`, a function under a library's
 `singledispatch`, a constructor of YAML, a file system of fsspec, a node of torch's pytrees, a resolver of OmegaConf, an
-environment of gymnasium, an extension type of pandas, a model of transformers.
+environment of gymnasium, an extension type of pandas, a model of transformers, a component of spaCy, a function under
+`torch.fx.wrap`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from .names import importable
 from .need import NewCells, main_namespace
 from .patches import PLAIN, classes
 from .refusals import Refusals
+from .registered_names import RegisteredNames, may_be
 
 _CONTAINERS = frozenset([dict, list, set, collections.OrderedDict, collections.defaultdict])
 #: Packages whose containers have their own way, are of the notebook's machinery, or hold what runs in this process.
@@ -30,11 +33,16 @@ _NEVER = {"IPython", "ipykernel", "ipywidgets", "comm", "traitlets", "zmq", "tor
 _NEVER |= {"warnings", "logging", "cloudpickle", "asyncio", "threading", "multiprocessing"}
 #: Code that may put something into a registry.
 _MAY_REGISTER = re.compile(
-    r"regist|\badd_|_hook\b|copyreg|implements|^\s*@(?!torch|functools|contextlib|dataclasses|abc|typing)\w+\.\w+\(",
+    r"regist|\badd_|_hook\b|copyreg|implements|\bwrap\b|set_extension|\bconfigure\(|\.define\("
+    r"|^\s*@(?!torch|functools|contextlib|dataclasses|abc|typing)\w+\.\w+\(",
     re.MULTILINE,
 )
 _FUNCTION = re.compile(r"^ *(?:async )?def (\w+)", re.MULTILINE)
 _MISSING = object()
+#: Objects in modules that are no registries: those with weak references are caches.
+_NO_REGISTRIES = (type, types.ModuleType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+#: Where `torch.fx.wrap` keeps the names of functions that a trace calls, each with the id of its namespace.
+_LEAVES = "_wrapped_fns_to_patch"
 
 
 class Entry(NamedTuple):
@@ -45,7 +53,7 @@ class Entry(NamedTuple):
     """The name of an attribute of the owner: a dict, list or set, or a function under `singledispatch`; "owner.items"
     for one of an object. Empty for an abstract class, where `value` is the registered class."""
     key: Any
-    """The key of the entry. None in a list and a set."""
+    """The key of the entry. None in a list and a set; an ellipsis for an attribute as a whole."""
     value: Any
 
     def place(self) -> str:
@@ -63,6 +71,7 @@ class Registries:
         self._cells = NewCells()
         self._functions: set[str] = set()
         """The functions that are defined in cells and may register something: a later cell may call them."""
+        self._names = RegisteredNames()
         self._found: list[Entry] = []
         self._refusals = Refusals()
 
@@ -70,8 +79,9 @@ class Registries:
         """Return the notebook's entries in registries of libraries that can be sent. Each registry with an entry that
         cannot be sent is named in one warning."""
         new = self._cells.take()
+        self._names.read(new, main_namespace())
         if any(self._may_register(cell) for cell in new):
-            self._found = list(_search())
+            self._found = list(_search(self._names))
         return self._refusals.without([entry for entry in self._found if _holds(entry)], Entry.place)
 
     def _may_register(self, cell: str) -> bool:
@@ -88,6 +98,10 @@ def enter(entry: Entry) -> Callable[[], object]:
         return lambda: None  # Python has no way back
     if is_a(entry.owner, type) and entry.name not in vars(entry.owner):  # as YAML copies a base's at the first entry
         setattr(entry.owner, entry.name, copy.copy(getattr(entry.owner, entry.name)))
+    if entry.name == _LEAVES:
+        return _enter_leaf(entry)
+    if entry.key is ...:
+        return _replace(entry)
     registry = _registry(entry)
     if isinstance(registry, types.FunctionType):
         registry.register(entry.key, entry.value)  # type: ignore[attr-defined]
@@ -96,6 +110,8 @@ def enter(entry: Entry) -> Callable[[], object]:
         registry.add(entry.value)
         return functools.partial(registry.discard, entry.value)
     if isinstance(registry, list):
+        if type(entry.value) is str and entry.value in registry:
+            return lambda: None
         registry.append(entry.value)
         return functools.partial(registry.remove, entry.value)
     before = registry.get(entry.key, _MISSING)
@@ -103,6 +119,25 @@ def enter(entry: Entry) -> Callable[[], object]:
     if before is _MISSING:
         return functools.partial(registry.pop, entry.key, None)
     return functools.partial(registry.__setitem__, entry.key, before)
+
+
+def _enter_leaf(entry: Entry) -> Callable[[], object]:
+    """Make traces of `torch.fx` call a function of this process's main namespace."""
+    leaves, main = _registry(entry), main_namespace()
+    main.setdefault(entry.key, entry.value)  # torch looks up all of these names in each trace
+    leaves[id(main), entry.key] = main
+    return functools.partial(leaves.pop, (id(main), entry.key), None)
+
+
+def _replace(entry: Entry) -> Callable[[], object]:
+    """Set an attribute of an object that keeps a library's options."""
+    name, attribute = entry.name.split(".")
+    owner = contents(entry.owner)[name]
+    before = contents(owner).get(attribute, _MISSING)
+    setattr(owner, attribute, entry.value)
+    if before is _MISSING:
+        return functools.partial(delattr, owner, attribute)
+    return functools.partial(setattr, owner, attribute, before)
 
 
 def _registry(entry: Entry) -> Any:
@@ -116,7 +151,11 @@ def _registry(entry: Entry) -> Any:
 def _holds(entry: Entry) -> bool:
     if not entry.name:
         return True
+    if entry.name == _LEAVES:
+        return main_namespace().get(entry.key) is entry.value
     registry = _registry(entry)
+    if entry.key is ...:
+        return registry is entry.value
     if type(registry) is types.FunctionType:
         registry = contents(registry).get("registry", {})
     if is_a(registry, (dict, types.MappingProxyType)):
@@ -124,19 +163,33 @@ def _holds(entry: Entry) -> bool:
     return is_a(registry, (list, set)) and any(value is entry.value for value in registry)
 
 
-def _search() -> Iterator[Entry]:
+def _search(names: RegisteredNames) -> Iterator[Entry]:
     main, never = main_namespace(), _NEVER | NO_LIBRARIES
     seen: set[int] = set()  # modules import each other's containers
     owners = [(name, module) for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)]
+    owners.sort(key=lambda one: not names.in_package(one[0].partition(".")[0]))  # before those that import from them
     for name, module in owners:
         package = name.partition(".")[0]
-        if package not in never and (entries := [*_of_owner(module, main, seen)]) and _can_import(package):
-            yield from entries
+        if package not in never:
+            entries = [*_of_owner(module, main, seen, names.in_package(package))]
+            if entries and _can_import(package):
+                yield from entries
     for cls in classes():
-        if text(cls, "__module__").partition(".")[0] not in never:
-            found = [*_of_owner(cls, main, seen), *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
+        package = text(cls, "__module__").partition(".")[0]
+        if package not in never:
+            own = _of_owner(cls, main, seen, names.in_package(package))
+            found = [*own, *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
             if found and importable(cls):  # which takes longer than the rest
                 yield from found
+    yield from _leaves(main)
+
+
+def _leaves(main: dict[str, Any]) -> Iterator[Entry]:
+    """Yield the functions of cells that `torch.fx.wrap` was called for."""
+    fx = sys.modules.get("torch.fx._symbolic_trace")
+    for (_, name), namespace in list(contents(fx).get(_LEAVES, {}).items()):
+        if fx is not None and namespace is main and name in main:
+            yield Entry(fx, _LEAVES, name, main[name])
 
 
 def _can_import(package: str) -> bool:
@@ -145,15 +198,15 @@ def _can_import(package: str) -> bool:
     return any(finder.find_spec(package, None) is not None for finder in finders)
 
 
-def _of_owner(owner: Any, main: dict[str, Any], seen: set[int]) -> Iterator[Entry]:
+def _of_owner(owner: Any, main: dict[str, Any], seen: set[int], names: set[str]) -> Iterator[Entry]:
     in_module = is_a(owner, types.ModuleType)
     for name, found in list(contents(owner).items()):
         kind = type(found)
         if kind in PLAIN or id(found) in seen:
             continue
         if kind in _CONTAINERS:
-            seen.add(id(found))
-            yield from _of_container(owner, name, found, main)
+            seen.add(id(found))  # those with two underscores are `__all__` and Python's own
+            yield from _of_container(owner, name, found, main, set() if name.startswith("__") else names)
         elif kind is types.FunctionType:
             registry = contents(found).get("registry") if in_module else None
             if type(registry) is types.MappingProxyType and "register" in contents(found):
@@ -161,19 +214,32 @@ def _of_owner(owner: Any, main: dict[str, Any], seen: set[int]) -> Iterator[Entr
                 for cls, fn in list(registry.items()):
                     if _is_of_notebook(cls, main) or _is_of_notebook(fn, main):
                         yield Entry(owner, name, cls, fn)
-        elif in_module and not issubclass(kind, (type, types.ModuleType)):
+        elif in_module and not issubclass(kind, _NO_REGISTRIES):
             seen.add(id(found))
-            for inner, value in list(contents(found).items()):
-                if type(value) in _CONTAINERS:
-                    yield from _of_container(owner, f"{name}.{inner}", value, main)
+            yield from _of_object(owner, name, found, main, names)
 
 
-def _of_container(owner: Any, name: str, container: Any, main: dict[str, Any]) -> Iterator[Entry]:
+def _of_object(owner: Any, name: str, found: Any, main: dict[str, Any], names: set[str]) -> Iterator[Entry]:
+    """Yield the entries in the containers of an object. One that replaces a default of its class is an option of the
+    library, and all options of the object go with it."""
+    defaults = contents(type(found))
+    for inner, value in list(contents(found).items()):
+        if type(value) in _CONTAINERS and (entries := [*_of_container(owner, f"{name}.{inner}", value, main, names)]):
+            if inner not in defaults:
+                yield from entries
+                continue
+            options = [(option, own) for option, own in contents(found).items() if option in defaults]
+            yield from (Entry(owner, f"{name}.{option}", ..., own) for option, own in options)
+            return
+
+
+def _of_container(owner: Any, name: str, container: Any, main: dict[str, Any], names: set[str]) -> Iterator[Entry]:
     for key, value in _items(container):
         # Numbers are of handles: each process counts its own.
         if type(key) is not int and (
             (type(value) not in PLAIN and (_is_own(value, main) or (key is not None and _has_own(value, main))))
             or (type(key) not in PLAIN and _is_own(key, main))
+            or may_be(key, value, names)
         ):
             yield Entry(owner, name, key, value)
 

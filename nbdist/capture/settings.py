@@ -16,6 +16,8 @@ The settings and their sources:
 | parameters that are not at their default, except the backend's | `matplotlib.rcParams` |
 | options that are not at their default | `sklearn.get_config()`, `polars.Config` |
 | bars for methods of pandas | `tqdm.pandas(...)` |
+| active run, autologging | `mlflow` |
+| options of xarray, XGBoost, dask, JAX | `library_options` |
 | default dtype and device, precisions, deterministic mode, grad mode, autocast, flags of kernels | `torch` |
 """
 
@@ -33,7 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..system.search_path import search_path
-from . import python_modes, torch_modes
+from . import experiment_tracking, library_options, python_modes, torch_modes
 from .foreign import looked
 from .loggers import Loggers
 from .patches import Patches
@@ -68,16 +70,18 @@ class SettingsSender:
             return self._take_all()
 
     def _take_all(self) -> dict[str, bytes]:
-        found, last = current(), self._last
-        nothing: list[Any] = []
-        found["patches"] = looked(self._patches.find, nothing, "what the notebook has patched")
-        found["registries"] = looked(self._registries.find, nothing, "what the notebook has registered")
+        last, nothing = self._last, list[Any]()
+        found = {  # these two first: ranks import their modules, which change other settings
+            "patches": looked(self._patches.find, nothing, "what the notebook has patched"),
+            "registries": looked(self._registries.find, nothing, "what the notebook has registered"),
+            **current(),
+        }
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
             if name not in last or not same(last[name], value) or (name in ("patches", "registries") and value):
                 last[name] = value
                 self._take(name, value)
-        return dict(self._pickled)
+        return {name: self._pickled[name] for name in found if name in self._pickled}
 
     def _take(self, name: str, value: Any) -> None:
         self._pickled.pop(name, None)
@@ -225,6 +229,8 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "sklearn": ("sklearn", _sklearn),
     "polars": ("polars", _polars),
     "tqdm": ("tqdm", _tqdm),
+    "mlflow": ("sys", experiment_tracking.read),
+    "options": ("sys", library_options.read),
     "torch": ("torch", torch_modes.read),
 }
 

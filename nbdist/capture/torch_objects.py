@@ -41,9 +41,14 @@ def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
         if isinstance(obj, torch.jit.ScriptModule):
             return _reduce_script(torch, obj, to_cpu)
         reduction = _reduce_wrapped(obj) if to_cpu else None
-        return reduction or _reduce_parametrized(obj)
+        return reduction or _reduce_parametrized(obj) or _reduce_graph(torch, obj)
     if type(obj) is torch.jit.ScriptFunction:
         return _reduce_script(torch, obj, to_cpu)
+    exported = sys.modules.get("torch.export.exported_program")
+    if exported is not None and type(obj) is exported.ExportedProgram:
+        file = io.BytesIO()
+        torch.export.save(obj, file)
+        return _load_exported, (pickle.PickleBuffer(file.getvalue()),)
     if isinstance(obj, torch.utils.data.DataLoader) and contents(obj).get("_iterator") is not None:
         make, args, state, *rest = obj.__reduce_ex__(2)
         if type(state) is dict:  # the workers of its last epoch stay where they are
@@ -53,6 +58,29 @@ def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
         state = {**vars(obj), "file_writer": None, "all_writers": None}
         return _made_of, (type(obj),), state, None, None, _set_writer
     return None
+
+
+def _load_exported(saved: Any) -> Any:
+    return importlib.import_module("torch.export").load(io.BytesIO(saved))
+
+
+def _reduce_graph(torch: Any, obj: Any) -> Reduction | None:
+    """Return the reduction of a graph module whose tracer cannot be made again, such as one of `torch.export`: torch's
+    own tracer reads its code. None for any other module."""
+    fx = sys.modules.get("torch.fx")
+    tracer = contents(obj).get("_tracer_cls")
+    if fx is None or tracer is None or not isinstance(obj, fx.GraphModule) or not _needs_arguments(tracer):
+        return None
+    make, (body, *rest), *more = obj.__reduce__()
+    own = {name for name, value in body.items() if type(value) is types.MethodType and value.__self__ is obj}
+    body = {name: value for name, value in body.items() if name not in own}  # refusals of `train` and `eval`
+    return make, ({**body, "_tracer_cls": None}, *rest), *more
+
+
+def _needs_arguments(kind: Any) -> bool:
+    parameters = inspect.signature(kind).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(one.default is one.empty and one.kind not in kinds for one in parameters)
 
 
 def _set_writer(writer: Any, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -78,7 +79,13 @@ class Caller:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
-        import_beside(header.imported_alongside)  # before the settings: modules change some of them
+        before = len(sys.modules)  # modules first: some change what settings set
+        import_beside(header.imported_alongside)
+        with contextlib.suppress(Exception):  # it is raised again where the module is used
+            for name in header.modules:
+                importlib.import_module(name)
+        if len(sys.modules) > before:
+            self._settings.set_again()
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()

@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..capture import python_modes, torch_modes
+from ..capture import experiment_tracking, library_options, python_modes, torch_modes
 from ..capture.loggers import describe_handler, own_filters
+from ..capture.patches import place
 from ..capture.reading import Keep, Unreadable, read
 from ..capture.refusals import pickle_setting
 from ..capture.registries import Entry, enter
@@ -23,7 +24,9 @@ from ..capture.settings import SURROUNDINGS, current, same, sklearn_defaults
 from ..devices import VISIBLE
 
 #: Empty while all is at its default: a library need not be imported for that.
-_OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars", "tqdm")
+_OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars", "tqdm", "mlflow", "options")
+#: Set before each call, although the notebook has not changed it.
+_EACH_CALL = ("mlflow",)
 #: The default settings of a logger: level, disabled, propagate, handlers, filters.
 _PLAIN: tuple[int, bool, bool, list[Any], list[Any]] = (0, False, True, [], [])
 
@@ -67,22 +70,28 @@ class Settings:
         self._pickled.pop(name, None)
         self._last[name] = None  # equals no setting, an empty one neither
 
+    def set_again(self) -> None:
+        """Forget what modules change when they are imported, so that the next `apply` sets it again."""
+        for name in ("logging", "warnings", "options"):
+            self._pickled.pop(name, None)
+            self._last.pop(name, None)
+
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
         """Unpickle settings and apply them. `keep` decides which globals in the pickles are set in this rank."""
         for name, pickled in settings.items():
-            if self._pickled.get(name) == pickled:
+            if self._pickled.get(name) == pickled and name not in _EACH_CALL:
                 continue
             self._pickled[name] = pickled
             try:
                 value = read(memoryview(pickled), [], originals=[], keep=keep)
-                if name in self._last and same(self._last[name], value):
+                if name in self._last and same(self._last[name], value) and name not in _EACH_CALL:
                     continue
                 if value or name not in _OPTIONAL or name in self._last:
                     self._appliers[name](self, value)
                     self._last[name] = value
             except Exception as exc:
                 why = exc.__cause__ if isinstance(exc, Unreadable) else exc
-                warnings.warn(f"the notebook's settings of {name} are not set in this rank: {why!r}", stacklevel=1)
+                _warn(f"the notebook's settings of {name} are not set in this rank: {why!r}")
 
     def _environ(self, value: Mapping[str, str]) -> None:
         before = self._last.get("environment")
@@ -129,8 +138,12 @@ class Settings:
         for owner, name, own in value:
             there = vars(owner).get(name, _MISSING)
             _, last, before = self._patched.get((id(owner), name), (owner, _MISSING, there))
+            try:
+                setattr(owner, name, own)
+            except Exception as exc:
+                _warn(f"{place((owner, name, own))} is not set in this rank: {exc!r}")
+                continue
             self._patched[id(owner), name] = owner, own, before if there is last else there
-            setattr(owner, name, own)
 
     def _registries(self, value: Sequence[Entry]) -> None:
         while self._entered:
@@ -139,7 +152,7 @@ class Settings:
             try:
                 self._entered.append(enter(entry))
             except Exception as exc:
-                warnings.warn(f"{entry.place()} is not set in this rank: {exc!r}", stacklevel=1)
+                _warn(f"{entry.place()} is not set in this rank: {exc!r}")
 
     def _logging(self, value: Any) -> None:
         disable, loggers = value
@@ -204,6 +217,9 @@ class Settings:
             bar, options = value
             bar.pandas(**options)
 
+    def _mlflow(self, value: Mapping[str, Any]) -> None:
+        experiment_tracking.write(value, self._last.get("mlflow") or {})
+
     def _python_modes(self, value: Any) -> None:
         python_modes.write(value, self._last.get("Python") or python_modes.read(sys))
 
@@ -230,8 +246,17 @@ class Settings:
         "sklearn": _sklearn,
         "polars": _polars,
         "tqdm": _tqdm,
+        "mlflow": _mlflow,
+        "options": lambda self, value: library_options.write(value),
         "torch": _torch_modes,
     }
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=2)
+    except Warning:  # by the notebook's filters: no setting makes a call fail
+        sys.stderr.write(f"{text}\n")
 
 
 def _set_decimal(own: Sequence[Any], default: Sequence[Any]) -> None:

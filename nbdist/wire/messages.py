@@ -89,6 +89,8 @@ class Header:
     """Pickles of the settings of the notebook, by name."""
     imported_alongside: Sequence[str] = ()
     """Modules that the notebook has imported, from packages that the call uses."""
+    modules: Sequence[str] = ()
+    """Modules that the call uses, in the order in which the notebook has imported them."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """The file and the submodule folders of modules that a rank cannot find by `sys.path`."""
     own_sources: Mapping[str, tuple[str, int]] = field(default_factory=dict)

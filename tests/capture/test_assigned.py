@@ -23,7 +23,7 @@ CELLS = cells("capture/cells/assigned.py")
         ("del mod.CFG['lr']", [("mod", "CFG", "")]),
         ("setattr(mod, 'CFG', 2)", [("mod", "CFG")]),
         ("setattr(mod, name, 2)", []),
-        ("mod.CFG.update(lr=1)", [("mod", "CFG", "update")]),
+        ("mod.CFG.update(lr=1)", [("mod", "CFG", "")]),
         ("mod.train(1)", []),
         ("with x:\n    if y:\n        mod.CFG = 2", [("mod", "CFG")]),
         ("for mod.CFG in x: pass", [("mod", "CFG")]),
@@ -41,8 +41,10 @@ def test_assignments_to_attributes_are_found_in_a_cell(cell: str, chains: list[t
 
 def test_attributes_set_in_modules_are_sent_to_ranks(kernel: Kernel) -> None:
     kernel.ok(CELLS["begin"])
-    for name in ("values", "the same cell", "taken back"):
+    for name in ("values", "the same cell", "taken back", "a method of a class"):
         kernel.ok(CELLS[name])
+    said = kernel.ok(CELLS["a class that cannot be changed in a rank"]).text
+    assert "guarded.Guarded.width is not set in this rank: TypeError('it is final')" in said
 
 
 def test_a_warning_names_an_attribute_that_cannot_be_sent(kernel: Kernel) -> None:

@@ -1180,3 +1180,97 @@ try:
     assert type(loaded) is Options
 finally:
     torch.serialization.clear_safe_globals()
+
+# %% A function under `torch.fx.wrap`, and a trace in a rank of a model that calls it
+# happens: The trace calls the function, as in the notebook.
+# reported: pytorch/pytorch#67774, pytorch/pytorch#53534
+import torch
+import torch.fx
+
+
+@torch.fx.wrap
+def halved(x):
+    return x / 2 if x.sum() > 0 else x
+
+
+def doubled(x):
+    return 2 * x if x.sum() > 0 else x
+
+
+torch.fx.wrap("doubled")
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return halved(x) + 1
+
+
+def calls():
+    return [node.target.__name__ for node in torch.fx.symbolic_trace(Net()).graph.nodes if node.op == "call_function"]
+
+
+with Session(1) as session:
+    assert session.run(calls) == in_ddp(1, calls) == calls() == ["halved", "add"]
+    del doubled
+    assert session.run(calls) == ["halved", "add"]
+
+# %% A colormap that a cell registers in matplotlib, and a format in PIL
+# happens: Ranks have both, by their names.
+# reported: holoviz/holoviews#5478, bigcat88/pillow_heif#277
+import matplotlib
+from matplotlib.colors import ListedColormap
+from PIL import Image
+
+matplotlib.colormaps.register(ListedColormap(["red", "blue"], name="flag of two"))
+
+
+def opened(file, name=None):
+    return Image.new("L", (1, 1), 7)
+
+
+Image.register_open("TWO", opened, lambda begin: begin == b"two")
+Image.register_extension("TWO", ".two")
+Image.register_save("TWO", lambda image, file, name: file.write(b"two"))
+
+
+def both():
+    Image.new("L", (2, 2)).save("a.two")
+    return matplotlib.colormaps["flag of two"].N, Image.open("a.two").getpixel((0, 0))
+
+
+try:
+    assert in_ddp(1, both) == both() == (2, 7)
+finally:
+    matplotlib.colormaps.unregister("flag of two")
+
+# %% A function under pydantic's `validate_call`, and generic models
+# happens: They arrive, without the other variables of the notebook.
+# reported: pydantic/pydantic#7846
+import warnings
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, validate_call
+
+Item = TypeVar("Item")
+stuck = (number for number in ())  # cannot be sent
+
+
+class Crate(BaseModel, Generic[Item]):
+    item: Item
+
+
+@validate_call(validate_return=True)
+def number_of(text: int, crate: Crate[int] | None = None) -> int:
+    return text
+
+
+crates = TypeAdapter(list[Crate[int]])
+
+
+def validated():
+    return number_of("4"), crates.validate_python([{"item": "3"}])[0].item
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert in_ddp(1, validated) == (4, 3)

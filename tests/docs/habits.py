@@ -183,14 +183,44 @@ BY_HAND = [
     ),
     (
         "mlflow-skinny 3.17.2: a tracking URI, an experiment, a run and autolog of an earlier cell",
-        "URI and experiment hold in ranks. `mlflow.start_run(run_id=...)` goes on with the notebook's run there. "
-        "Autolog does not hold: call it in the function.",
-        "mlflow/mlflow#5817, mlflow/mlflow#4696, ludwig-ai/ludwig#1768",
+        "All hold in ranks: what ranks log is in the notebook's run, `nested=True` begins a run below it, and the "
+        "notebook ends it.",
+        "mlflow/mlflow#5817, mlflow/mlflow#3711, ludwig-ai/ludwig#1768",
     ),
     (
-        "A component of a cell (`@Language.component`) in a pipeline of spaCy 3.8",
-        "The pipeline arrives, with the component. A pipeline that a rank makes does not find it: register it there.",
+        "`wandb.init` (0.30) of an earlier cell, and `wandb.log` in ranks",
+        "`wandb.log` asks for `wandb.init()`; `run.log` of the notebook's run arrives.",
+        "wandb/wandb#4990",
+    ),
+    (
+        "A component, a factory or an extension attribute of a cell for spaCy 3.8",
+        "Pipelines arrive, and pipelines that ranks make have them.",
+        "explosion/spaCy#4903, explosion/spaCy#9999, explosion/spaCy#11213",
+    ),
+    (
+        "`set_verbosity` of optuna 4 and others, for a library that a session imports later",
+        "The level holds in ranks.",
+        "optuna/optuna#4529",
+    ),
+    (
+        "Options of xarray, XGBoost, dask and JAX (`set_options`, `set_config`, `config.set`, `config.update`)",
+        "They hold in ranks.",
         "",
+    ),
+    (
+        "`structlog.configure` with a processor of the notebook",
+        "It holds in ranks.",
+        "apache/tvm#16715",
+    ),
+    (
+        "A program of `torch.export`, and its module",
+        "They arrive, and can be called.",
+        "pytorch/pytorch#185170, pytorch/pytorch#186418",
+    ),
+    (
+        "A typed list, a typed dictionary, a `jitclass` or a stencil of numba 0.68; a `Struct` of msgspec",
+        "They are refused by name.",
+        "numba/numba#8791, numba/numba#1846, msgspec/msgspec#394",
     ),
     (
         "A file of h5py 3.16.0 or a connection of duckdb 2.0.1 as a global",
@@ -221,7 +251,7 @@ def _said(text: str, what: str) -> str:
 
 def needs(case: str) -> list[str]:
     """The libraries that a cell imports and that may be missing."""
-    libraries = "pydantic|sklearn|joblib|matplotlib|numba|sqlalchemy|tqdm|lightning"
+    libraries = "pydantic|sklearn|joblib|matplotlib|PIL|numba|sqlalchemy|tqdm|lightning"
     return re.findall(rf"^(?:import|from) ({libraries})", CELLS[case], re.MULTILINE)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..versions import has_grid_shard, pools_sequences
+from ..versions import has_grid_shard, lacks_sequences
 from .optimizers import EVERYWHERE
 
 T = TypeVar("T")
@@ -110,10 +110,10 @@ def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int
     rows, columns = table.config.num_embeddings, table.config.embedding_dim
     if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_STRATEGIES)}"
-    if not table.pooled and strategy != "data_parallel" and device == "cpu" and pools_sequences():
+    if not table.pooled and strategy != "data_parallel" and device == "cpu" and lacks_sequences():
         return (
-            "on CPUs, the FBGEMM of this torch sums rows that an EmbeddingCollection needs one by one: take torch 2.8 "
-            "or newer, with the TorchRec that goes with it, or data_parallel, or replicate(model, optimizer)"
+            "on CPUs, the FBGEMM of this torch cannot return the single rows that an EmbeddingCollection needs: take "
+            "torch 2.8 or newer, with the TorchRec that goes with it, or data_parallel, or replicate(model, optimizer)"
         )
     if strategy == "grid_shard" and not has_grid_shard():
         return "TorchRec 1.0 does not have it: take torch 2.6 or newer, with the TorchRec that goes with it"

@@ -60,6 +60,36 @@ importlib.reload(own_package.inner)
 agree()
 assert own_settings.RATE == 1
 
+# %% a method of a class
+import warnings
+
+import pyarrow
+
+pyarrow.ExtensionArray.from_storage(pyarrow.bool8(), pyarrow.array([1], pyarrow.int8()))
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    agree()
+
+# %% a class that cannot be changed in a rank
+pathlib.Path("guarded.py").write_text(
+    """import os
+
+class Guard(type):
+    def __setattr__(cls, name, value):
+        if "RANK" in os.environ:
+            raise TypeError("it is final")
+        super().__setattr__(name, value)
+
+class Guarded(metaclass=Guard):
+    width = 1
+"""
+)
+import guarded
+
+guarded.Guarded.width = 2
+own_settings.RATE = 11
+agree()
+
 # %% too large
 own_settings.RATE = bytes(2_000_000)
 in_ddp(1, int)

@@ -672,3 +672,31 @@ with Session(1) as session:
     assert session.run(fn) == in_ddp(1, fn) == fn() == (0.5, "here")
     assert session.run(fn, 0.75) == (0.75, "here") and rate.get() == 0.5
     assert session.run(lambda: rate) is rate and rate.get() == 0.5
+
+# %% levels that a library sets at its import
+import logging
+import os
+import pathlib
+import sys
+
+os.makedirs("noisy/site-packages")
+for name in ("noisy_library", "noisy_module"):
+    text = f"import logging\n\nlog = logging.getLogger({name!r})\nlog.setLevel('INFO')\n"
+    pathlib.Path(f"noisy/site-packages/{name}.py").write_text(text)
+sys.path.append(os.path.abspath("noisy/site-packages"))
+import noisy_library
+import noisy_module
+
+
+def levels():
+    return noisy_library.log.level, logging.getLogger("noisy_module").level
+
+
+with Session(1) as session:
+    logging.getLogger("noisy_library").setLevel("ERROR")
+    logging.getLogger("noisy_module").setLevel("ERROR")
+    assert session.run(int) == 0  # a call that imports neither has the levels
+    assert session.run(levels) == (logging.ERROR, logging.ERROR)
+    noisy_module.log.setLevel("DEBUG")
+    assert session.run(levels) == (logging.ERROR, logging.DEBUG)
+sys.path.pop()

@@ -217,3 +217,19 @@ with Session(2, devices="cpu") as session:
     model, state = session.run(again)
     assert all(map(torch.allclose, model.parameters(), expected.parameters()))
     assert all(torch.allclose(state[name], value) for name, value in expected.state_dict().items())
+
+# %% a traced module whose tracer needs arguments, as with torch.export
+import torch
+import torch.fx
+
+
+class Tracer(torch.fx.Tracer):
+    def __init__(self, root):
+        super().__init__()
+
+
+model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU())
+traced = torch.fx.GraphModule(model, Tracer(model).trace(model))
+ones = torch.ones(1, 2)
+assert torch.equal(in_ddp(1, lambda: traced(ones).detach()), traced(ones).detach())
+assert torch.equal(in_ddp(1, lambda: traced)(ones), traced(ones))

@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import DataType
 
 from nbdist.recsys.sharding import Sharded, replicate, shard
-from nbdist.recsys.versions import pools_sequences
+from nbdist.recsys.versions import lacks_sequences
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def weights(model: Sharded, pooled: bool) -> Any:
 def test_steps_are_those_of_single_precision(sessions: Sessions, names: str, pooled: bool) -> None:
     def moved() -> dict[str, tuple[Any, Any]]:
         found = {}
-        parts = () if not pooled and pools_sequences() else ("table_wise", "row_wise")
+        parts = () if not pooled and lacks_sequences() else ("table_wise", "row_wise")
         for how in (*parts, "data_parallel"):
             for optimizer in OPTIMIZERS:
                 for fused in (None, False):

@@ -13,14 +13,14 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.sharding import STRATEGIES, shard
-from nbdist.recsys.versions import has_grid_shard, pools_sequences
+from nbdist.recsys.versions import has_grid_shard, lacks_sequences
 
 pytestmark = pytest.mark.slow
 
 WARM = "import torchrec.distributed"
 ROWS = 50
 #: On CPUs, the FBGEMM of torch 2.5 and 2.6 has sequences in copies only.
-OF_A_SEQUENCE = "data_parallel" if pools_sequences() else "row_wise"
+OF_A_SEQUENCE = "data_parallel" if lacks_sequences() else "row_wise"
 MORE = pytest.mark.long("more strategies")
 
 

@@ -43,9 +43,9 @@ from nbdist.recsys.versions import (
     check_gpu,
     check_torchrec,
     has_grid_shard,
+    lacks_sequences,
     matching,
     pair_for_this_torch,
-    pools_sequences,
     releases,
 )
 from nbdist.shm.process_group import shared_group
@@ -270,7 +270,7 @@ def test_updates_that_wait_for_the_step(sessions: Sessions, strategy: str, optim
         case = dataclasses.replace(case, fused=None, eps=1e-12)
     assert_same(sessions[2], dataclasses.replace(case, mean=True), parts)
     assert_same(sessions[2], dataclasses.replace(case, weighted=True, batches=(5, 0, 0, 0)), parts)
-    if strategy in SEQUENCE_STRATEGIES and not (pools_sequences() and strategy != "data_parallel"):
+    if strategy in SEQUENCE_STRATEGIES and not (lacks_sequences() and strategy != "data_parallel"):
         assert_same(sessions[2], dataclasses.replace(case, sequences=True, longest=2), parts)
 
 
@@ -359,7 +359,7 @@ def test_any_shape(sessions: Sessions, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
 def test_sequences_of_any_shape(sessions: Sessions, strategy: str) -> None:
-    if pools_sequences() and strategy != "data_parallel":
+    if lacks_sequences() and strategy != "data_parallel":
         with pytest.raises(ValueError, match=r"take torch 2\.8 or newer"):
             sessions[2].run(train, Case(strategy, sequences=True))
         return
@@ -445,7 +445,7 @@ PLANS = {
     "data_parallel": {"*": "data_parallel"},
 }
 PLANS = {name: PLANS[name] for name in STRATEGIES}
-if pools_sequences():  # on CPUs, the FBGEMM of torch 2.5 and 2.6 has sequences in copies only
+if lacks_sequences():  # on CPUs, the FBGEMM of torch 2.5 to 2.7 has sequences in copies only
     SPLIT = {**SPLIT, "seen": "data_parallel"}
     PLANS = {name: {**strategies, "seen": "data_parallel"} for name, strategies in PLANS.items()}
 
@@ -669,13 +669,12 @@ def test_invalid_plans_are_refused_before_sharding(sessions: Sessions, options: 
     assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
 
 
-def test_sequences_are_refused_where_fbgemm_sums_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look-up of sequences crashed on CPUs with torch 2.5 and 2.6."""
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert release == (2, 7) or pools_sequences() == (release < (2, 7)), "of 2.7 nothing is known"
+def test_sequences_are_refused_where_fbgemm_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look-up of sequences crashed on CPUs with torch 2.5 to 2.7."""
+    assert lacks_sequences() == (tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8))
     config = EmbeddingConfig(name="seen", num_embeddings=30, embedding_dim=16, feature_names=["seen"])
     table = Table("seen", "seen", config, torch.zeros(30, 16), pooled=False)
-    monkeypatch.setattr("nbdist.recsys.sharding.strategies.pools_sequences", lambda: True)
+    monkeypatch.setattr("nbdist.recsys.sharding.strategies.lacks_sequences", lambda: True)
     for strategy in SEQUENCE_STRATEGIES:
         why = refusal(strategy, table, "sgd", 2, 2, "cpu")
         assert not refusal(strategy, table, "sgd", 2, 2, "cuda")

@@ -1,0 +1,83 @@
+"""The names under which cells register objects of libraries: a colormap of matplotlib, an attribute of spaCy.
+
+Such an entry holds nothing of the notebook. It is recognized by its name, a text of a cell, and by its place, a
+container of the package whose function the cell has called.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .foreign import is_a, text
+from .patches import PLAIN
+
+#: Functions that put something into a registry.
+_REGISTERS = re.compile(r"regist|set_extension|^(component|factory|define)$")
+#: Packages whose registries have their own way.
+_NEVER = ("torch", "numpy", "builtins", "__main__")
+
+
+class RegisteredNames:
+    """Reader of cells: the texts in them, and the packages in whose registries they put something."""
+
+    def __init__(self) -> None:
+        self._texts: set[str] = set()
+        self._packages: set[str] = set()
+
+    def read(self, cells: Sequence[str], main: dict[str, Any]) -> None:
+        """Read new cells. `main` has the variables whose functions they call."""
+        for cell in cells:
+            try:
+                tree = ast.parse(cell)
+            except (SyntaxError, ValueError):  # a magic, say
+                continue
+            nodes = ast.walk(tree)
+            self._texts.update(
+                node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
+            )
+            self._packages.update(_package_of(main.get(root)) for root in _registering(tree))
+        self._packages.difference_update(_NEVER)
+
+    def in_package(self, package: str) -> set[str]:
+        """Return the names that a registry of this package may have from the notebook."""
+        return self._texts if package in self._packages else set()
+
+
+def may_be(key: Any, value: Any, names: set[str]) -> bool:
+    """Return whether an entry may be the notebook's: one of these names in a list, or an object or another of these
+    names under it. Functions, classes and containers are the library's own."""
+    kind = type(value)
+    if not names or (kind is not str and (kind in PLAIN or issubclass(kind, _OF_CODE))):
+        return False
+    return (kind is not str or value in names) and (key is None or (type(key) is str and key in names))
+
+
+#: Kinds of values that are the library's own.
+_OF_CODE = (type, types.FunctionType, types.ModuleType, dict, list)
+
+
+def _package_of(obj: Any) -> str:
+    name = text(obj, "__name__") if is_a(obj, types.ModuleType) else text(obj, "__module__")
+    return (name or text(type(obj), "__module__")).partition(".")[0]
+
+
+def _registering(tree: ast.Module) -> Iterator[str]:
+    """Yield the variables whose functions are called to register something, outside of functions."""
+    nodes: list[ast.AST] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            nodes += node.decorator_list
+        elif not isinstance(node, ast.Lambda):
+            nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call):
+            called: ast.AST = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            while isinstance(called, ast.Attribute):
+                called = called.value
+            if isinstance(called, ast.Name) and _REGISTERS.search(name):
+                yield called.id
