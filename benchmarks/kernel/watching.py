@@ -34,7 +34,7 @@ def watched(on: bool) -> Iterator[None]:
 
 
 class NoWatch:
-    """What stands in for the detector of hangs."""
+    """A stand-in for the detector of hangs."""
 
     def __init__(self, *_: Any) -> None: ...
 

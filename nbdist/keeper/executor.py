@@ -80,8 +80,8 @@ class KeptExecutor(Executor):
         return super()._wait_for(group, waiting, raised)
 
     def _on_long(self) -> None:
-        """Let another thread listen to the client, and let the client read the beginning of the call. Short calls do
-        without, because waking both takes time that the ranks need."""
+        """Have another thread listen to the client, and wake the client to read the beginning of the call. Short calls
+        do without, because waking both takes time that the ranks need."""
         self.will_wait()
         self._journal.flush(wake=True)
 

@@ -16,7 +16,7 @@ from nbdist.wire.channel import Channel
 
 
 class Actions:
-    """What stands in for the keeper's actions. A "long" one ends when the client has sent a line."""
+    """A stand-in for the keeper's actions. A "long" one ends when the client has sent a line."""
 
     def __init__(self) -> None:
         self.present: set[str] = set()
