@@ -38,7 +38,7 @@ SHAPES = [(8, 1), (8, 2), (8, 4), (8, 8), (32, 2), (32, 4), (32, 8), (64, 4), (6
 #: What each rank prints in the measurement of output: lines, characters of each.
 LINES, WIDTH = 500, 80
 DATA = 100_000_000
-#: No-op calls that are measured together: the system counts CPU time in hundredths of a second.
+#: No-op calls that are measured together: the system counts the driver's CPU time in hundredths of a second.
 CALLS = 20
 #: Ranks of a node in the model.
 A_NODE = 8
@@ -57,7 +57,7 @@ class Watch:
     def _now(self) -> tuple[float, float, float]:
         group = executor_of(self._session).group
         driver: Any = None if group is None else group.ranks.driver.process.pid  # type: ignore[attr-defined]
-        return time.perf_counter(), _cpu(os.getpid()), 0.0 if driver is None else _cpu(driver)
+        return time.perf_counter(), time.process_time(), 0.0 if driver is None else _cpu(driver)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:

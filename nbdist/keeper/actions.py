@@ -84,7 +84,7 @@ class Actions:
         """
         if self.lock.busy() or action.kind != "call":
             will_wait()
-        cell = JournalCell(self._journal, asks=action.asks)
+        cell = JournalCell(self._journal, action.asks, will_wait)
         turn = _Turn(token, action, parcel or Parcel(b"", [], []), cell, self.lock.draw(), will_wait)
         self._turns[token] = turn
         return functools.partial(self._take, turn)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -15,8 +14,8 @@ from .actions import Actions
 
 
 class Client:
-    """The connection of a client. Several threads serve it: one thread at a time reads, and runs the action that it has
-    read. Passing the action to another thread would take longer than a short call.
+    """The connection of a client. One thread at a time reads, and runs the action that it has read: passing the action
+    to another thread would take longer than a short call. Before the action waits for long, another thread reads on.
 
     Args:
         connection: The connection, whose other end is a process of the same user.
@@ -44,15 +43,25 @@ class Client:
         """Handle messages of the client, until it is gone or another thread reads on."""
         while not self._spare:
             self._spare = True
-            with contextlib.ExitStack() as reading:
-                reading.enter_context(self._reading)
-                self._spare = False
-                work = self._next(reading.close)
-                if work is None:
+            self._reading.acquire()
+            self._spare, reads = False, True
+
+            def hand_over() -> None:
+                nonlocal reads
+                if reads:
+                    if not self._spare:
+                        threading.Thread(target=self.serve, daemon=True).start()
+                    reads = False
+                    self._reading.release()
+
+            try:
+                while reads and (work := self._next(hand_over)) is not None:
+                    work()
+                if reads:  # the client is gone
                     return
-                if not self._spare:
-                    threading.Thread(target=self.serve, daemon=True).start()
-                work()
+            finally:
+                if reads:
+                    self._reading.release()
 
     def _next(self, hand_over: Callable[[], None]) -> Callable[[], None] | None:
         """Handle messages of the client, up to an action. Return a function that runs the action, or None if the client

@@ -20,11 +20,12 @@ class JournalCell(Cell):
     Args:
         journal: The journal to write to.
         asks: Whether a client is there that can answer questions of ranks.
+        will_wait: A function that is called before a wait for an answer.
     """
 
-    def __init__(self, journal: Journal, asks: bool) -> None:
+    def __init__(self, journal: Journal, asks: bool, will_wait: Callable[[], None]) -> None:
         super().__init__()
-        self._journal, self.takes_input = journal, asks
+        self._journal, self.takes_input, self._will_wait = journal, asks, will_wait
         self.call = 0
         """The number of the call."""
         self.answers: queue.SimpleQueue[str | KeyboardInterrupt | None] = queue.SimpleQueue()
@@ -38,6 +39,7 @@ class JournalCell(Cell):
         if not self.takes_input:
             raise EOFError
         self.asking = True
+        self._will_wait()
         try:
             self._journal.append("prompt", {"call": self.call, "prompt": prompt, "hidden": hidden})
             line = self.answers.get()
@@ -74,9 +76,14 @@ class KeptExecutor(Executor):
         return group
 
     def _wait_for(self, group: Group, waiting: Waiting, raised: BaseException | None) -> list[Any]:
-        self.will_wait()
-        self._journal.flush(wake=True)  # the beginning of the call: clients read it while the ranks work
+        waiting.when_long = self._on_long
         return super()._wait_for(group, waiting, raised)
+
+    def _on_long(self) -> None:
+        """Have another thread listen to the client, and wake the client to read the beginning of the call. Short calls
+        do without, because waking both takes time that the ranks need."""
+        self.will_wait()
+        self._journal.flush(wake=True)
 
     def _output_of(self, relay: Relay, rank: int) -> tuple[int, bool, int | None]:
         return relay.number, True, None  # all of it, for the journal

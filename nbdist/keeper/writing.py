@@ -73,13 +73,15 @@ class Journal:
     def keep_value(self, call: int, rank: int, pickled: memoryview, views: Sequence[memoryview]) -> bool:
         """Append the value of a rank; return whether there was room for it."""
         head: dict[str, Any] = {"call": call, "rank": rank}
-        self.flush()
         if pickled.nbytes + sum(view.nbytes for view in views) < APART:
             with self._lock:
-                if self._catch_up() and self._write(Record("value", head, (pickled, *views))):
+                earlier, self._soon = self._soon, []
+                if self._catch_up() and self._write(*earlier, Record("value", head, (pickled, *views))):
                     return True
+                self._soon = earlier
             self.append("value", {**head, "held": True})
             return False
+        self.flush()
         parts = [pickled, *views]
         starts, end = layout(part.nbytes for part in parts)
         where = values_path(self._folder, call, rank)

@@ -17,7 +17,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all elements are finite. For tensors on GPUs, this waits for the kernels, once for each device."""
     total, others = 0.0, []
     for one in tensors:
-        if type(one) is Tensor and one.is_cpu and one.layout is torch.strided and one.is_floating_point():
+        if type(one) is Tensor and one.is_cpu and one.is_floating_point():
             total += one.sum().item()  # a sum over several tensors would take an operation more than Python's
         else:
             others.append(one)

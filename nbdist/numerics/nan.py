@@ -61,12 +61,12 @@ class NanCheck:
             self._calls = collections.deque(kept, maxlen=_MOST_CALLS)
         gradients: dict[int, Tensor] = {}
         results = [one for one in ([output] if type(output) is Tensor else tensors_in(output)) if one.requires_grad]
-        kind = results[0].device.type if results else "cpu"
-        autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        kind = "cpu" if not results or results[0].is_cpu else results[0].device.type
+        autocast = kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        last = 0
         for place, one in enumerate(results):
-            one.register_hook(functools.partial(gradients.__setitem__, place))
-        last = max([one.grad_fn._sequence_nr() for one in results if one.grad_fn is not None], default=0)
-        if has_graph(args) or has_graph(kwargs):
+            last = max(last, _on_gradient(one, functools.partial(gradients.__setitem__, place)))
+        if has_graph(args) or (kwargs and has_graph(kwargs)):
             args, kwargs = tree_map(_without_graph, (args, kwargs))
         self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
 
@@ -74,14 +74,13 @@ class NanCheck:
         """Check a loss: on a CPU immediately; on a GPU together with the gradients, because otherwise the host
         would have to wait.
         """
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if gradients is not None or self._scaled:
             return
-        for loss in tensors:
+        for loss in [tensors] if isinstance(tensors, Tensor) else list(tensors):
             if loss.numel() != 1 or not loss.is_floating_point():
                 continue
             self._node = loss.grad_fn
-            if loss.device.type != "cpu":
+            if not loss.is_cpu:
                 self._losses.append(loss.detach())
             elif not -float("inf") < loss.item() < float("inf"):
                 raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
@@ -166,6 +165,19 @@ class NanCheck:
         if optimizer is not None:
             return self._steps[optimizer]
         return min(self._steps.values(), default=0) + 1
+
+
+def _on_gradient(result: Tensor, action: Callable[[Tensor], None]) -> int:
+    """Call `action` with the gradient of a result in the backward pass. Return the number of the operation that made
+    the result; 0 if none did."""
+    node: Any = result.grad_fn
+    if node is None or type(result) is not Tensor or result._backward_hooks is not None:
+        result.register_hook(action)
+        return 0 if node is None else int(node._sequence_nr())
+    # As `register_hook` does it. The handle for the removal, which it also makes, takes most of its time.
+    result._backward_hooks = collections.OrderedDict(nbdist=action)
+    node._register_hook_dict(result)
+    return int(node._sequence_nr())
 
 
 def _without_graph(value: Any) -> Any:

@@ -27,7 +27,8 @@ class ModelCall(NamedTuple):
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    autocast: tuple[str, bool, torch.dtype]
+    autocast: tuple[str, torch.dtype | None]
+    """The kind of device, and the type that autocast used there; None without autocast."""
     gradients: dict[int, Tensor]
     """The gradients of its results, by number, after a backward pass."""
     results: int
@@ -37,8 +38,8 @@ class ModelCall(NamedTuple):
 
     def again(self) -> Any:
         """Run the forward pass."""
-        kind, enabled, dtype = self.autocast
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        kind, dtype = self.autocast
+        with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
             return self.module(*self.args, **self.kwargs)
 
 

@@ -101,6 +101,21 @@ def test_nothing_is_left_of_the_check() -> None:
     assert not optimizers._global_optimizer_post_hooks
 
 
+def test_hooks_of_the_user_on_a_result_go_on() -> None:
+    model, seen = nn.Linear(3, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with nan_check() as check:
+        for _ in range(5):
+            result = model(torch.ones(2, 3))
+            gone = result.register_hook(lambda gradient: seen.append("gone"))
+            result.register_hook(lambda gradient: seen.append(gradient.tolist()))
+            gone.remove()
+            result.sum().backward()
+            assert check._calls[-1].gradients[0].tolist() == [[1.0], [1.0]]
+            optimizer.step()
+    assert seen == 5 * [[[1.0], [1.0]]]
+
+
 # ------------------------------------------------------------------------------------------------ other kinds of loops
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...deaths import NO_GPU
@@ -32,6 +32,9 @@ OUTPUT_INTERVAL = 0.3
 #: before a wait, or in another thread, is noticed when the wait ends.
 AT_A_TIME = 1.0
 
+#: Seconds after which a call is long: see `Waiting.when_long`.
+LONG = 0.003
+
 
 class Waiting:
     """The wait for one call, until each of its ranks has answered, failed, died or been given up.
@@ -40,6 +43,7 @@ class Waiting:
         pending: The ranks that have not answered. After `wait` has raised: the ranks that did not end the call, or
             cannot take another one.
         ended: The reason why one of the `pending` ranks has ended after its answer; empty if none has.
+        when_long: A function that is called once if the call takes longer than `LONG`.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Waiting:
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
         self.ended = ""
+        self.when_long: Callable[[], None] | None = None
         self._hangs = Hangs(group, self.pending)
         on_gpu = group.layout.devices[0] != "cpu"
         self._ending = Ending(timeout=timeout, on_gpu=on_gpu, patience=group.ranks.patience)
@@ -162,10 +167,21 @@ class Waiting:
                 self._notices.late(self._ending.elapsed(), self.pending, self._begun)
             if self._on_hang is not None:
                 self._look_for_hang()
+        if self.when_long is not None:
+            left = min(left, self._until_long())
         listener.select(self._page.soon(self._keyboard.soon(left)))
         self._relay.show_unfinished()
         self._page.look()
         self._ask_user()
+
+    def _until_long(self) -> float:
+        """Return the seconds until the call is long; once it is, call `when_long`."""
+        left = LONG - self._ending.elapsed()
+        if left <= 0 and self.when_long is not None:
+            action, self.when_long = self.when_long, None
+            action()
+            return AT_A_TIME
+        return left
 
     def _look_for_hang(self) -> None:
         """Show once why the ranks can never go on, or fail with this reason."""
