@@ -64,15 +64,15 @@ def softmax_logits(
     rows, candidates = len(queries), len(items)
     if len(ids) != candidates:
         raise ValueError(f"{len(ids)} ids for {candidates} items")
+    if drawn is not None and shares is None:
+        raise ValueError("`shares` must be given with `drawn`, got None: both correct for how likely an item is")
     own, taken = torch.arange(rows, device=items.device), rows
     if across_ranks and ranks.world_size() > 1:
         counts = _all_counts(items.new_tensor([rows, candidates], dtype=torch.int64))
         every = [each for _, each in counts]
-        items, ids = (_FromAllRanks.apply(one, every) for one in (items, ids))
+        items, ids = (_FromAllRanks.apply(one, every) for one in (items, ids))  # type: ignore[no-untyped-call]
         own, taken, candidates = own + sum(every[: ranks.rank()]), sum(some for some, _ in counts), len(ids)
     logits = queries @ items.T / temperature
-    if drawn is not None and shares is None:
-        raise ValueError("`shares` must be given with `drawn`, got None: both correct for how likely an item is")
     if shares is not None:
         shares = shares.to(logits.device)
         known = shares > 0
@@ -88,7 +88,7 @@ def _all_counts(counts: Tensor) -> list[list[int]]:
     """Return the counts of all ranks, in order."""
     everyone = [torch.empty_like(counts) for _ in range(ranks.world_size())]
     dist.all_gather(everyone, counts)
-    return torch.stack(everyone).tolist()  # type: ignore[no-any-return]
+    return torch.stack(everyone).tolist()
 
 
 class _FromAllRanks(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _FromAllRanks(torch.autograd.Function):
         return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         first = sum(ctx.counts[: ranks.rank()])

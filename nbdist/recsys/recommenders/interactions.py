@@ -118,7 +118,7 @@ def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: 
 
 
 def _source(log: Tabular, name: str) -> Input | pl.LazyFrame:
-    paths = log if isinstance(log, (list, tuple)) and log else [log]
+    paths: Any = log if isinstance(log, (list, tuple)) and log else [log]
     if all(isinstance(one, (str, os.PathLike)) for one in paths):
         return Input.of_files(paths)
     return require_frame(log, name).lazy()
