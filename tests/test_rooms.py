@@ -46,7 +46,7 @@ MAY: dict[str, set[str]] = {
     "recsys.etl": {"recsys.io", "recsys.ranks"},
     "recsys.metrics": {"recsys.loader", "recsys.ranks"},
     "recsys.raw_ids": set(),
-    "recsys.models": {"recsys.loader", "recsys.raw_ids"},
+    "recsys.models": {"recsys.loader", "recsys.ranks", "recsys.raw_ids"},
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
     "recsys.parallel": {"shm", "recsys.raw_ids"},
     "recsys.sharding": {

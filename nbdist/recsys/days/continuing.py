@@ -18,9 +18,10 @@ from torchmetrics import Metric
 from ...checks import check_count
 from ...devices import collective_device
 from .. import ranks
-from ..etl.inputs import Source
+from ..etl.inputs import Source, opened
 from ..etl.workflow import Workflow
 from ..io.folders import atomic_folder
+from ..io.inspection import NoRows
 from ..loader.in_order import InOrderLoader
 from ..metrics import AUC
 from ..parallel.checkpoint import contents
@@ -72,6 +73,9 @@ def continue_training(
 
     A step has the same rows, whatever the number of ranks. The day's columns are in memory on each rank.
 
+    A day without rows, or whose rows a `Filter` of the workflow all leaves out, is no error: workflow and model stay as
+    they are, and ids do not come closer to the end of their `time_to_live`. Its delta and curve are empty.
+
     Args:
         yesterday: The day before, as `save_day` or `continue_training` returned it, or its folder.
         log: The rows of the day, in the order of time, as for `Workflow.fit`: Parquet files, or a frame.
@@ -86,14 +90,14 @@ def continue_training(
         metrics: Name → metric, or with several tasks task → these. None: for `log_loss`, "auc".
         tables: Column of codes → the name of its table, where it is not called like the column.
         overwrite: Whether a day that is there is replaced.
-        progress: Whether rank 0 shows progress bars.
+        progress: Whether rank 0 shows progress bars, and a line about a day without rows.
 
     Returns:
         The day, on every rank.
 
     Raises:
         FileNotFoundError, ValueError: There is no day before; a column is missing or has a different type; there are
-            fewer rows than ranks; the model does not fit the snapshot; a loss is not finite.
+            rows, but fewer than ranks; the model does not fit the snapshot; a loss is not finite.
         FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
         RuntimeError: Outside a process group.
 
@@ -129,7 +133,7 @@ def continue_training(
     old = before.workflow
     columns_of = _columns_of(old, before.snapshot, tables)
     with atomic_folder(folder, FILES, overwrite) as scratch:
-        workflow = Workflow(*old.steps, tags=old.tags).fit(log, previous=old, progress=progress)
+        workflow, rows = _today(old, log, scratch / "rows", columns, progress)
         model = make(workflow)
         check_model(model)
         check_options(model, precision, None, 1, None, None)
@@ -139,12 +143,31 @@ def continue_training(
         state = _state_before(model, parts)
         if any(len(rows) for rows in renewed.values()):  # what they were belongs to the state before
             model.load(before.snapshot, grow=parts, renew=renewed)
-        rows = _rows(workflow, old, log, scratch / "rows", columns, progress)
-        loader = InOrderLoader(rows, batch_size, keyed=keyed).to(collective_device())
-        run = Run(model, predict, loader, goal, lambda step: 1.0, precision)
-        curve, values = _learned(run, loader, named, tasks, progress)
+        curve, values = pl.DataFrame(schema=_curve_types(named)), dict[str, float]()
+        if rows is not None:
+            loader = InOrderLoader(rows, batch_size, keyed=keyed).to(collective_device())
+            run = Run(model, predict, loader, goal, lambda step: 1.0, precision)
+            curve, values = _learned(run, loader, named, tasks, progress)
+        elif progress and ranks.rank() == 0:
+            print(
+                f"{os.fspath(folder)}: the log has no rows, so the model stays as it was on the day before", flush=True
+            )
         write_day(scratch / "whole", workflow, model, (before.weights, state), curve, values)
     return Day.load(folder)
+
+
+def _today(
+    old: Workflow, log: Source, folder: Path, columns: Sequence[str] | None, progress: bool
+) -> tuple[Workflow, pl.DataFrame | None]:
+    """Return the workflow of the day and its rows, written to a folder on the way; without rows, yesterday's workflow
+    and None."""
+    try:
+        with opened(log) as given:  # once: a lazy frame may have other rows the second time, and a stream none
+            workflow = Workflow(*old.steps, tags=old.tags).fit(given, previous=old, progress=progress)
+            return workflow, _rows(workflow, old, given, folder, columns, progress)
+    except NoRows:
+        ranks.agree("fit", rows=0)  # as ranks with rows do
+        return old, None
 
 
 def _rows(
@@ -219,9 +242,13 @@ def _learned(
             run.train_on([(number, batch)])
             bar.update(rows)
     run.check_finite()
-    frame = pl.DataFrame(curve)
+    frame = pl.DataFrame(curve, schema=_curve_types(metrics))
     mean = sum(one["loss"] * one["rows"] for one in curve) / loader.rows
     return frame, {"loss": mean, **computed(whole)[0]}
+
+
+def _curve_types(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    return {"step": pl.Int64, "rows": pl.Int64, "loss": pl.Float64, **dict.fromkeys(metrics, pl.Float64)}
 
 
 def _loss(goal: Objective, found: Mapping[str, Sequence[Any]], batch: Any, rows: int) -> float:

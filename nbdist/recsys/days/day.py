@@ -52,7 +52,8 @@ class Day:
     rows: int = 0
     """Rows that were learned from on this day."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Loss and metrics over the rows of the day, each predicted before it was learned from. Empty on the first day."""
+    """Loss and metrics over the rows of the day, each predicted before it was learned from. Empty on the first
+    day, and on a day without rows."""
     delta_bytes: int = 0
     """Bytes of the file with the delta. 0 on the first day."""
 
@@ -105,8 +106,8 @@ class Day:
         text = f"Day({os.fspath(self.folder)!r}): "
         if not self.delta_bytes:
             return f"{text}the first, {self.model_bytes:,} bytes of weights"
-        values = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-        return f"{text}{self.rows:,} rows, {values}; a delta of {self.delta_bytes:,} of {self.model_bytes:,} bytes"
+        values = "".join(f", {name} {value:.4f}" for name, value in self.metrics.items())
+        return f"{text}{self.rows:,} rows{values}; a delta of {self.delta_bytes:,} of {self.model_bytes:,} bytes"
 
 
 def save_day(folder: str | os.PathLike[str], workflow: Workflow, model: Parallel, *, overwrite: bool = False) -> Day:

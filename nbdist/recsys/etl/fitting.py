@@ -15,7 +15,7 @@ _INTEGERS = (pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt
 _TYPES: dict[str, pl.DataType] = {
     type_name(dtype()): dtype() for dtype in (*_INTEGERS, pl.Float32, pl.Float64, pl.String, pl.Boolean)
 }
-_DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=None\)")
+_DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=(?:None|'(.+)')\)")
 
 
 def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Expr]:
@@ -98,8 +98,8 @@ def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
     if dtype == pl.String() and kind.startswith("Categorical"):
         return pl.Categorical()
     unit = _DATETIME.fullmatch(kind)
-    if unit and isinstance(dtype, pl.Datetime) and dtype.time_zone is None:
-        return pl.Datetime(unit[1])  # type: ignore[arg-type]
+    if unit and isinstance(dtype, pl.Datetime) and (dtype.time_zone is None) == (unit[2] is None):
+        return pl.Datetime(unit[1], unit[2])  # type: ignore[arg-type]
     return None
 
 

@@ -19,7 +19,7 @@ from ...devices import collective_device
 from .. import ranks
 from ..io import remote
 from ..io.frames import Tabular, frame_of
-from ..io.inspection import inspect
+from ..io.inspection import NoRows, inspect
 from ..io.row_groups import RowGroup, slice_groups
 from ..io.storage import Found, Paths
 
@@ -89,8 +89,8 @@ class Input:
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file is not Parquet, has a different schema than the first, or there are no rows. The error names
-            file and column.
+        NoRows: There are no rows.
+        ValueError: A file is not Parquet, or has a different schema than the first. The error names file and column.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Input:
         self.rows = sum(group.rows for group in groups)
         self.where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         if not self.rows:
-            raise ValueError(f"{self.where}: no rows")
+            raise NoRows(f"{self.where}: no rows")
 
     @classmethod
     def of_frame(cls, frame: pl.DataFrame) -> Input:
@@ -151,7 +151,7 @@ class Input:
         share.
 
         Raises:
-            ValueError: The condition is true for no row.
+            NoRows: The condition is true for no row.
         """
         condition = condition.fill_null(False)
         parts = self.parts(0, self.rows, reading.size)
@@ -164,7 +164,7 @@ class Input:
                 bar.update(parts[i].rows)
         counts = {i: count for one in ranks.all_gather(counts) for i, count in one.items()}
         if not any(counts.values()):
-            raise ValueError(f"{self.where}: Filter: {condition} is true for none of the {self.rows} rows")
+            raise NoRows(f"{self.where}: Filter: {condition} is true for none of the {self.rows} rows")
 
         def kept_of(part: Part) -> _Slice:
             return lambda start, rows: part.scan().filter(condition).slice(start, rows)
@@ -255,13 +255,17 @@ def rows_in(memory_bytes: int, width: int) -> int:
 
 @contextlib.contextmanager
 def opened(source: Source) -> Iterator[Input]:
-    """Open the input of `source`: a frame of any kind that `frame_of` takes, or files.
+    """Open the input of `source`: a frame of any kind that `frame_of` takes, or files. An input that is open already is
+    yielded as it is.
 
     The rows of a lazy frame are in a temporary file until the input is closed.
 
     A lazy frame may not know its number of rows, and may return other rows the second time. So rank 0 computes it once,
     streamed to a Parquet file, and machines that cannot read this file get a copy.
     """
+    if isinstance(source, Input):
+        yield source
+        return
     frame = frame_of(source, "the rows")
     if isinstance(frame, pl.DataFrame):
         yield Input.of_frame(frame)
@@ -272,6 +276,8 @@ def opened(source: Source) -> Iterator[Input]:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-"))
                 path = os.path.join(folder, "frame.parquet")
                 frame.sink_parquet(path, compression="lz4", row_group_size=1 << 17, maintain_order=True)
+                if not pq.read_metadata(path).num_rows:  # on all ranks, before the file is removed
+                    raise NoRows("the frame: no rows")
                 return path
 
             yield Input.of_files(_on_every_machine(ranks.on_rank_0(write), stack))

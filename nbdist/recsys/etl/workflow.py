@@ -153,7 +153,7 @@ class Workflow:
             )
         with opened(source) as given:
             before = None if previous is None else previous._digest()
-            ranks.agree("fit", steps=repr(self), rows=given.rows, schema=str(given.schema), previous=before)
+            ranks.agree("fit", rows=given.rows, steps=repr(self), schema=str(given.schema), previous=before)
             schemas = [given.schema]
             for step in self.steps:
                 schemas.append(step.check(schemas[-1], given.where))

@@ -15,6 +15,10 @@ from .row_groups import RowGroup
 Opened = TypeVar("Opened")
 
 
+class NoRows(ValueError):
+    """The error for an input without rows."""
+
+
 @dataclass(frozen=True)
 class Inspected(Generic[Opened]):
     """Files with one schema and at least one row, in order."""
@@ -48,8 +52,8 @@ def inspect(
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file is not Parquet, has a different schema than the first, or there are no rows. The error names
-            file and column.
+        NoRows: The files have no rows.
+        ValueError: A file is not Parquet, or has a different schema than the first. The error names file and column.
     """
     named = storage.find_partitioned(files)
     paths = [one.location for one in named]
@@ -70,7 +74,7 @@ def inspect(
             if group.num_rows:
                 result.groups.append(RowGroup(number, index, group.num_rows, size(group, types, opened)))
     if not result.groups:
-        raise ValueError(f"{paths[0]}: no rows in {len(paths)} file(s)")
+        raise NoRows(f"{paths[0]}: no rows in {len(paths)} file(s)")
     return result
 
 

@@ -24,7 +24,7 @@ def to_table(data: Any) -> Columns:
         data = pa.Table.from_batches([data]) if isinstance(data, pa.RecordBatch) else data
         columns = to_columns(data, "the table")
     elif hasattr(data, "to_arrow"):  # polars, which need not be imported to know its frames
-        columns = to_columns(data.to_arrow(), "the frame")
+        columns = {name: _column(name, data[name], "the frame") for name in data.columns}
     elif hasattr(data, "to_numpy") and hasattr(data, "columns"):  # pandas
         columns = {}
         if not data.columns.is_unique:
@@ -32,8 +32,9 @@ def to_table(data: Any) -> Columns:
         for name in data.columns:
             # Not all through Arrow: it takes NaN for null.
             numeric = getattr(data[name].dtype, "kind", "O") in "biuf" and isinstance(data[name].dtype, np.dtype)
-            one = data[name].to_numpy() if numeric else pa.table({str(name): pa.array(data[name], from_pandas=False)})
-            columns[str(name)] = _column(name, one) if numeric else to_columns(one, "the frame")[str(name)]
+            columns[str(name)] = _column(name, data[name].to_numpy() if numeric else data[name], "the frame")
+    elif hasattr(data, "__arrow_c_stream__"):
+        columns = to_columns(pa.table(data), "the stream")
     else:
         raise TypeError(f"no batches can be made of a {type(data).__name__}: give tensors, arrays or a frame")
     if not columns:
@@ -41,7 +42,7 @@ def to_table(data: Any) -> Columns:
     return columns
 
 
-def _column(name: Any, column: Any) -> Column:
+def _column(name: Any, column: Any, where: str = "the dict") -> Column:
     if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
         possible = column.flags.writeable and min(column.strides, default=0) >= 0
         column = torch.from_numpy(column if possible else column.copy())
@@ -53,16 +54,17 @@ def _column(name: Any, column: Any) -> Column:
         if len(offsets) and offsets[0] == 0 and offsets[-1] == len(column.values) and (column.lengths >= 0).all():
             return Ragged(column.values, offsets.long())
         raise ValueError(f"column {name!r}: offsets have to rise from 0 to the number of values")
-    if hasattr(column, "to_arrow"):  # a series of polars
-        column = column.to_arrow()
-    elif isinstance(column, (list, tuple)) or type(column).__module__.partition(".")[0] == "pandas":
-        try:
+    try:
+        if hasattr(column, "to_arrow"):  # a series of polars
+            column = column.to_arrow()
+        elif isinstance(column, (list, tuple)) or type(column).__module__.partition(".")[0] == "pandas":
             column = pa.array(column, from_pandas=False)
-        except (pa.ArrowException, TypeError) as error:
-            raise TypeError(f"column {name!r} is no column of numbers, or of lists of them: {error}") from error
+    except (pa.ArrowException, TypeError) as error:
+        raise TypeError(f"{where}: column {name!r} must be of numbers, or of lists of them: {error}") from error
     if isinstance(column, (pa.Array, pa.ChunkedArray)):
-        return to_columns(pa.table({str(name): column}), "the dict")[str(name)]
-    raise TypeError(f"column {name!r} is a {type(column).__name__}: give tensors, numeric arrays, lists or Ragged")
+        return to_columns(pa.table({str(name): column}), where)[str(name)]
+    kind = type(column).__name__ + (f" of {column.dtype}" if isinstance(column, np.ndarray) else "")
+    raise TypeError(f"column {name!r} is a {kind}: give tensors, numeric arrays, lists or Ragged")
 
 
 def dtype_of(column: Column) -> str:

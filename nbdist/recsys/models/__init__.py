@@ -7,6 +7,7 @@ from .dlrm import DLRM
 from .hstu import HSTU
 from .multi_task import PLE, MMoE
 from .next_item import padded
+from .position_bias import PositionBias
 from .sasrec import SASRec
 from .softmax import draw_rows, softmax_logits
 from .tables import PooledTables, SequenceTables
@@ -20,6 +21,7 @@ __all__ = [
     "DeepFM",
     "MMoE",
     "PooledTables",
+    "PositionBias",
     "SASRec",
     "SequenceTables",
     "Tower",

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .. import ranks
 from ..loader.columns import Columns, rows_of, take
 
 
 def softmax_logits(
-    queries: Tensor, items: Tensor, ids: Tensor, shares: Tensor | None = None, *, temperature: float = 1.0
+    queries: Tensor,
+    items: Tensor,
+    ids: Tensor,
+    shares: Tensor | None = None,
+    *,
+    drawn: Tensor | None = None,
+    temperature: float = 1.0,
+    across_ranks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the score of every item for each row's query, and the index of the row's own item, for `cross_entropy`.
 
     The items of the other rows are negatives. They occur as often as in the training rows, so popular items would be
     penalized for their popularity. `shares` corrects this: the logarithm of an item's probability of being a candidate
     is subtracted from its logit (logQ; Yi et al., "Sampling-bias-corrected neural modeling", RecSys 2019). With
-    additional negatives that are drawn uniformly (`draw_rows`), the probability covers both kinds (Yang et al., "Mixed
-    negative sampling", 2020). An item is never a negative for its own row.
-
-    A rank uses only the items of its own rows as negatives.
+    additional negatives that are drawn (`draw_rows`), the probability covers both kinds (Yang et al., "Mixed negative
+    sampling", 2020). An item is never a negative for its own row.
 
     Args:
         queries: The vectors of the queries, shape (rows, width).
         items: The vectors of each row's item, followed by the negatives; shape (rows + negatives, width).
         ids: The codes of the items; shape (rows,), or (rows + negatives,).
         shares: The share of each code in the training rows, as returned by `Vocabulary.shares`. None: no correction.
+        drawn: The weight of each code in the draw of the negatives, shape (codes,), such as ``shares**0.75``. None:
+            negatives are drawn uniformly from the codes with a share.
         temperature: The divisor of the scores.
+        across_ranks: Whether items and negatives of the other ranks are negatives, too. All ranks must call the
+            function then, in each step. False: a rank uses only its own.
 
     Returns:
-        The logits, shape (rows, rows + negatives), and the index of each row's own item, shape (rows,).
+        The logits, shape (rows, rows + negatives), and the index of each row's own item, shape (rows,). With
+        `across_ranks`, the logits have a column for each item of all ranks.
 
     Raises:
-        ValueError: The number of ids is not the number of items.
+        ValueError: The number of ids is not the number of items, or `drawn` is given without `shares`.
 
     Examples:
         >>> import torch
@@ -49,25 +64,67 @@ def softmax_logits(
     rows, candidates = len(queries), len(items)
     if len(ids) != candidates:
         raise ValueError(f"{len(ids)} ids for {candidates} items")
+    if drawn is not None and shares is None:
+        raise ValueError("`shares` must be given with `drawn`, got None: both correct for how likely an item is")
+    own, taken = torch.arange(rows, device=items.device), rows
+    if across_ranks and ranks.world_size() > 1:
+        counts = _all_counts(items.new_tensor([rows, candidates], dtype=torch.int64))
+        every = [each for _, each in counts]
+        items, ids = (_FromAllRanks.apply(one, every) for one in (items, ids))  # type: ignore[no-untyped-call]
+        own, taken, candidates = own + sum(every[: ranks.rank()]), sum(some for some, _ in counts), len(ids)
     logits = queries @ items.T / temperature
     if shares is not None:
         shares = shares.to(logits.device)
         known = shares > 0
-        likely = rows * shares[ids].clamp(min=float(shares[known].min())) + (candidates - rows) / known.sum()
+        chance = 1 / known.sum() if drawn is None else (drawn / drawn.sum()).to(shares)[ids]
+        likely = taken * shares[ids].clamp(min=float(shares[known].min())) + (candidates - taken) * chance
         logits = logits - (likely / candidates).log()
-    own = torch.arange(rows, device=logits.device)
-    same = ids[:rows, None] == ids[None, :]  # (rows, candidates)
-    same[own, own] = False
+    same = ids[own, None] == ids[None, :]  # (rows, candidates)
+    same[torch.arange(rows, device=own.device), own] = False
     return logits.masked_fill(same, -torch.inf), own
 
 
-def draw_rows(table: Columns, count: int, generator: torch.Generator | None = None) -> Columns:
-    """Draw rows of a table of items uniformly, with replacement: negatives for `TwoTower.forward`.
+def _all_counts(counts: Tensor) -> list[list[int]]:
+    """Return the counts of all ranks, in order."""
+    everyone = [torch.empty_like(counts) for _ in range(ranks.world_size())]
+    dist.all_gather(everyone, counts)
+    return torch.stack(everyone).tolist()
+
+
+class _FromAllRanks(torch.autograd.Function):
+    """The rows of all ranks, rank after rank. The gradient of a row is the sum of its gradients on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        ctx.counts = counts
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        everyone = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everyone, padded)
+        return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        first = sum(ctx.counts[: ranks.rank()])
+        return gradient[first : first + ctx.counts[ranks.rank()]], None
+
+
+def draw_rows(
+    table: Columns, count: int, generator: torch.Generator | None = None, *, weights: Tensor | None = None
+) -> Columns:
+    """Draw rows of a table of items, with replacement: negatives for `TwoTower.forward`.
 
     Args:
         table: The columns of all items, each item in one row.
         count: The number of rows.
         generator: The generator of random numbers, on the CPU. None: torch's own.
+        weights: The weight of each row, at least 0, such as popularity to the power of 0.75 (Mikolov et al.,
+            "Distributed representations of words and phrases", 2013). None: all rows are equally likely.
+
+    Raises:
+        ValueError: The number of weights is not the number of rows, one is below 0, or none is above 0.
 
     Examples:
         >>> import torch
@@ -76,6 +133,18 @@ def draw_rows(table: Columns, count: int, generator: torch.Generator | None = No
         >>> drawn = draw_rows(movies, 5)
         >>> drawn["movie"].shape, bool((drawn["year"][drawn["movie"] == 3] == 1972).all())
         (torch.Size([5]), True)
+        >>> draw_rows(movies, 5, weights=torch.tensor([0.0, 1.0, 0.0]))["movie"]
+        tensor([3, 3, 3, 3, 3])
     """
-    rows = torch.randint(rows_of(next(iter(table.values()))), (count,), generator=generator)
+    there = rows_of(next(iter(table.values())))
+    if weights is None:
+        rows = torch.randint(there, (count,), generator=generator)
+    elif weights.shape != (there,):
+        raise ValueError(f"`weights` must have the shape ({there},), one for each row, got {tuple(weights.shape)}")
+    elif not bool((weights >= 0).all() and weights.any()):
+        raise ValueError("`weights` must be at least 0, and one of them above 0")
+    else:
+        ends = weights.cpu().double().cumsum(0)  # any number of rows; `multinomial` takes 2**24
+        chosen = torch.rand(count, generator=generator, dtype=torch.float64) * ends[-1]
+        rows = torch.searchsorted(ends, chosen, right=True).clamp(max=there - 1)
     return {name: take(column, rows) for name, column in table.items()}

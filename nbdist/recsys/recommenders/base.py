@@ -49,7 +49,7 @@ class Recommender(abc.ABC):
 
         Args:
             log: A row for each time that a user took an item, such as a purchase: a frame of polars or pandas, an Arrow
-                table, a dict of columns, or the path of Parquet files.
+                table, a dict of columns, or Parquet files as for `Workflow.fit`.
             user: The column of users' ids: integers, strings or dates, none null.
             item: The column of items' ids.
             time: The column of times, for models that use them.

@@ -7,17 +7,16 @@ from typing import Any
 
 import polars as pl
 
-from ...checks import check_choice, check_count, check_flag, check_mapping, check_number, shown
+from ...checks import check_mapping, check_number, shown
 from .. import ranks
 from ..io.frames import Tabular
 from .base import Recommender
-from .comparison import Candidate, Comparison, benchmark
+from .comparison import Candidate, Comparison, benchmark, check_options
 from .ease import EASE
 from .fitted import FittedRecommender
 from .ials import IALS
 from .interactions import Interactions
-from .intervals import METRICS
-from .log_columns import LogColumns, kind_of
+from .log_columns import LogColumns, kind_of, ratings_of
 from .neighbors import ItemKNN
 from .popularity import Popularity
 from .protocols import SplitProtocol
@@ -52,13 +51,15 @@ def fit_recommender(
 
     Args:
         log: A row for each time that a user took an item, such as a purchase: a frame of polars or pandas, an Arrow
-            table, a dict of columns, or the path of Parquet files.
+            table, a dict of columns, or Parquet files as for `Workflow.fit`.
         user: The column of users' ids: integers, strings or dates, none null.
         item: The column of items' ids.
         time: The column of times. None: the rows are already in the order of time.
-        rating: The column of ratings. The model does not learn from rows whose rating is missing or below `min_rating`,
-            but the items in these rows are not recommended to the same user. None: the model learns from all rows.
-        min_rating: The lowest rating of an item that the user likes. None: the median of the ratings.
+        rating: The column of ratings, numbers or booleans. The model does not learn from rows whose rating is missing
+            or below `min_rating`, but the items in these rows are not recommended to the same user. None: the model
+            learns from all rows.
+        min_rating: The lowest rating of an item that the user likes. None: the median of the ratings, or 1 (True) if
+            they are booleans.
         models: The models to compare, by name, as for `benchmark`: classes and recommenders of this package. A single
             recommender instead is used without a comparison. None: `EASE` (up to 15,000 items), `IALS`, `ItemKNN` and
             `Popularity`.
@@ -85,13 +86,11 @@ def fit_recommender(
         >>> recommender.recommend(["user 0", "a new one"], 1)["item"].to_list()
         ['E', 'D']
     """
-    check_count(trials, least=1, name="`trials`")
-    check_count(k, least=1, name="`k`")
-    check_count(seed, least=0, name="`seed`")
-    check_choice(metric, METRICS, name="`metric`")
-    check_flag(progress, name="`progress`")
+    check_options(trials, metric, k, seed, progress)
     columns = _columns(log, user, item, time, rating, min_rating)
     rows = columns.read(log)
+    if not len(rows):
+        raise ValueError("log must have rows, got none")
     columns = _with_least(columns, rows)
     liked = columns.liked(rows)
     numbered = Interactions.of(liked, user, item, time)
@@ -126,20 +125,17 @@ def _columns(
 
 def _with_least(columns: LogColumns, rows: pl.DataFrame) -> LogColumns:
     """Return the columns, with the lowest rating of an item that the user likes."""
-    if columns.rating is None or not len(rows):
+    if columns.rating is None:
         return columns
-    ratings = rows[columns.rating]
-    if not ratings.dtype.is_numeric():
-        raise TypeError(f"column {columns.rating!r} must be of numbers, got {ratings.dtype}")
-    known = ratings.fill_nan(None).drop_nulls() if ratings.dtype.is_float() else ratings.drop_nulls()
+    known = rows.select(ratings_of(pl.col(columns.rating))).to_series().drop_nulls()
     if not len(known):
         raise ValueError(f"column {columns.rating!r} must have ratings, got none in {len(rows)} rows")
-    if columns.min_rating is None:
-        return columns.with_least(float(known.median()))  # type: ignore[arg-type]
-    largest = float(known.max())  # type: ignore[arg-type]
-    if columns.min_rating > largest:
-        raise ValueError(f"`min_rating` must be at most the largest rating, {largest:g}, got {columns.min_rating}")
-    return columns
+    least, largest = columns.min_rating, float(known.max())  # type: ignore[arg-type]
+    if least is None:
+        least = 1.0 if rows.schema[columns.rating] == pl.Boolean else float(known.median())  # type: ignore[arg-type]
+    if least > largest:
+        raise ValueError(f"`min_rating` must be at most the largest rating, {largest:g}, got {least:g}")
+    return columns.with_least(least)
 
 
 def _candidates(models: Mapping[str, Any] | None, items: int) -> dict[str, Candidate]:

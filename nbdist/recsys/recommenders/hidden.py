@@ -13,7 +13,7 @@ from ..loader.columns import Ragged
 from ..metrics.ranked_items import per_user
 from ..retrieval.codes import codes_of
 from .base import Recommender
-from .interactions import Interactions, check_no_nulls, ragged_of, rows_of_values
+from .interactions import Interactions, check_ids, check_times, ragged_of, rows_of_values
 from .intervals import METRICS
 from .protocols import SplitProtocol
 
@@ -115,7 +115,8 @@ class Task:
     def of(cls, log: pl.DataFrame, user: str, item: str, time: str, protocol: SplitProtocol, k: int) -> Task:
         """Divide a log by a protocol."""
         for name in (user, item):
-            check_no_nulls(log[name])
+            check_ids(log[name])
+        check_times(log[time])
         train, valid, test = protocol.split(log, user, time)
         known = pl.concat([train, valid])
         new = [unseen(part, before, user, item) for part, before in ((valid, train), (test, known))]

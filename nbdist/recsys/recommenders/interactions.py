@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from ..etl.inputs import Input
 from ..io.frames import Tabular, require_frame
+from ..io.inspection import NoRows
 from ..loader.columns import Ragged
 from ..retrieval.codes import WORDS, codes_of, places_of
 
@@ -70,8 +72,11 @@ def check_no_nulls(ids: pl.Series) -> None:
 def check_ids(ids: pl.Series) -> None:
     """Raise `ValueError` for a column of ids that holds a null, and `TypeError` for one of another type."""
     check_no_nulls(ids)
-    if ids.dtype.is_nested() or ids.dtype.is_float() or ids.dtype == pl.Object:
-        raise TypeError(f"column {ids.name!r} must be of integers, strings or dates, got {ids.dtype}")
+    dtype = ids.dtype
+    if dtype.is_nested() or dtype.is_float() or dtype.is_decimal() or dtype == pl.Object:
+        hint = ": cast it, for example with `cast(pl.Int64)` of polars or `astype('Int64')` of pandas"
+        kind = f"{dtype}{hint if dtype.is_numeric() else ''}"
+        raise TypeError(f"column {ids.name!r} must be of integers, strings or dates, got {kind}")
 
 
 def check_times(times: pl.Series) -> None:
@@ -85,28 +90,38 @@ def check_times(times: pl.Series) -> None:
         raise TypeError(f"column {times.name!r} must be of dates, times or numbers, got {times.dtype}{hint}")
 
 
+def check_ratings(ratings: pl.Series) -> None:
+    """Raise `TypeError` for a column of ratings that are no numbers."""
+    if not (ratings.dtype.is_numeric() or ratings.dtype in (pl.Boolean, pl.Null)):
+        raise TypeError(f"column {ratings.name!r} must be of numbers or booleans, got {ratings.dtype}")
+
+
 def columns_of(log: Tabular, *columns: str, optional: Sequence[str] = (), name: str = "log") -> pl.DataFrame:
-    """Read some columns of a log, a frame or the path of Parquet files, and the optional columns that it has.
+    """Read some columns of a log, a frame or Parquet files, and the optional columns that it has.
 
     Raises `ValueError` for a column that is missing; `name` is the name of the log in errors.
     """
     try:
-        rows = (
-            pl.scan_parquet(os.fspath(log)) if isinstance(log, (str, os.PathLike)) else require_frame(log, name).lazy()
-        )
-        there = rows.collect_schema()
-    except (pl.exceptions.ComputeError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(f"{name} must be in Parquet files, got {str(log)!r}: {error}") from error
+        rows = _source(log, name)
+    except NoRows:
+        return pl.DataFrame(schema=dict.fromkeys(columns, pl.Null))
+    there = rows.schema if isinstance(rows, Input) else rows.collect_schema()
     for column in columns:
         if column not in there:
             raise ValueError(f"{name} must have a column {column!r}, got {', '.join(map(repr, there))}")
-    return (
-        rows.select(list(dict.fromkeys([*columns, *(one for one in optional if one in there)])))
-        .with_columns(pl.selectors.by_dtype(*WORDS).cast(pl.String))
-        .collect()
-    )
+    names = list(dict.fromkeys([*columns, *(one for one in optional if one in there)]))
+    if isinstance(rows, Input):
+        found = rows.read(0, rows.rows, names, rows.rows, "streaming")
+    else:
+        found = rows.select(names).collect()
+    return found.with_columns(pl.selectors.by_dtype(*WORDS).cast(pl.String))
+
+
+def _source(log: Tabular, name: str) -> Input | pl.LazyFrame:
+    paths: Any = log if isinstance(log, (list, tuple)) and log else [log]
+    if all(isinstance(one, (str, os.PathLike)) for one in paths):
+        return Input.of_files(paths)
+    return require_frame(log, name).lazy()
 
 
 def lists_of(histories: Sequence[Sequence[Any]] | pl.Series, items: pl.Series) -> Ragged:

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from ..io.frames import Tabular
-from .interactions import check_ids, check_no_nulls, columns_of
+from .interactions import check_ids, check_no_nulls, check_ratings, columns_of
 
 _JSON, _LOG = FILES = ("log.json", "log.parquet")
 _FORMAT, _VERSION = "nbdist.recsys.fit_recommender", 1
@@ -37,11 +37,14 @@ class LogColumns:
 
     def read(self, log: Tabular, name: str = "log", more: Sequence[str] = ()) -> pl.DataFrame:
         """Read the columns that are used, and `more`. Raises `ValueError` if a column is missing or an id is null, and
-        `TypeError` for ids of a wrong type."""
+        `TypeError` for ids or ratings of a wrong type."""
         rows = columns_of(log, *self.columns(), *more, name=name)
+        if not len(rows):  # columns without values have any type
+            return rows
         for one in (self.user, self.item):
-            if len(rows):  # a column without values has any type
-                check_ids(rows[one])
+            check_ids(rows[one])
+        if self.rating is not None:
+            check_ratings(rows[self.rating])
         return rows
 
     def read_history(self, rows: Tabular) -> pl.DataFrame:
@@ -50,6 +53,8 @@ class LogColumns:
         found = columns_of(rows, self.user, self.item, optional=optional, name="history")
         for one in (self.user, self.item):
             check_no_nulls(found[one])
+        if self.rating in found.columns:
+            check_ratings(found[self.rating])
         return found
 
     def with_least(self, rating: float) -> LogColumns:
@@ -83,14 +88,18 @@ class LogColumns:
         """Return the rows that a model learns from."""
         if self.rating is None or self.rating not in rows.columns:
             return rows
-        rating = pl.col(self.rating)
-        return rows.filter((rating.fill_nan(None) if rows[self.rating].dtype.is_float() else rating) >= self.min_rating)
+        return rows.filter(ratings_of(pl.col(self.rating)) >= self.min_rating)
 
     def like(self, frame: pl.DataFrame) -> Any:
         """Return a frame of the log's library."""
         if self.kind == "polars":
             return frame
         return frame.to_pandas() if self.kind == "pandas" else frame.to_arrow()
+
+
+def ratings_of(column: pl.Expr) -> pl.Expr:
+    """Return ratings, which may be decimals, booleans or missing, as float64 or null."""
+    return column.cast(pl.Float64).fill_nan(None)
 
 
 def kind_of(log: Tabular) -> str:

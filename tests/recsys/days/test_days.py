@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from nbdist.recsys.days import Day, continue_training, follow, save_day
 from nbdist.recsys.days.delta import digest_of
-from nbdist.recsys.etl import Categorify, Drop, TargetEncoding, Workflow
+from nbdist.recsys.etl import Categorify, Drop, Filter, TargetEncoding, Workflow
 from nbdist.recsys.models import DLRM, MMoE
 from nbdist.recsys.raw_ids import RawIds
 from nbdist.recsys.sharding import replicate, shard
@@ -200,6 +201,63 @@ def test_rows_of_ids_that_are_gone_go_to_new_ones(sessions: Sessions, tmp_path: 
 
 def days_of_users() -> list[list[int]]:
     return [list(range(8 * day, 8 * day + 8)) for day in (0, 1, 2, 3, 3)]
+
+
+def test_a_day_without_rows_changes_nothing(sessions: Sessions, tmp_path: Path) -> None:
+    """The next day begins where the day before it ended; ids do not come closer to their end."""
+    rows = day_of(0)
+    rows.clear().write_parquet(tmp_path / "none.parquet")
+    lazy = rows.lazy().filter(pl.col("user") < 0)
+    empty = [
+        rows.clear(),
+        {name: [] for name in rows.columns},
+        lazy,
+        tmp_path / "none.parquet",
+        day_of(1).with_columns(user=-1),
+    ]
+
+    def all_days() -> list[Day]:
+        ids = Categorify("user", "item", time_to_live=1)
+        workflow = Workflow(Filter(pl.col("user") >= 0), ids).fit(rows, progress=False)
+        day = save_day(tmp_path / "0", workflow, make("dense", workflow))
+        found = [day]
+        for number, log in enumerate([*empty, rows], 1):
+            build = functools.partial(make, "dense")
+            day = continue_training(
+                day, log, tmp_path / str(number), build, predict, batch_size=16, progress=number < 2
+            )
+            found.append(day)
+        build = functools.partial(make, "dense")
+        again = continue_training(found[0], rows, tmp_path / "at once", build, predict, batch_size=16, progress=False)
+        return [*found, again]
+
+    first, *without, day, at_once = sessions[2].run(all_days)
+    assert len(without) == len(empty)
+    for one in without:
+        assert (one.rows, one.metrics, one.weights, one.delta.rows) == (0, {}, first.weights, {})
+        assert one.curve.schema == day.curve.schema and one.curve.is_empty()
+        assert one.workflow.vocabularies["user"].mapping() == first.workflow.vocabularies["user"].mapping()
+    assert repr(without[0]).startswith(f"Day('{tmp_path / '1'}'): 0 rows; a delta of ")
+    assert day.weights == at_once.weights and day.rows == 60 and day.curve.equals(at_once.curve)
+
+
+def test_a_log_that_can_be_read_once(sessions: Sessions, tmp_path: Path) -> None:
+    """A stream has no rows the second time, and a lazy frame that draws rows has others."""
+    drawn = day_of(1).lazy().with_columns(user=pl.int_range(10**6).sample(pl.len()))
+
+    def known(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        assert (batch["user"] > 1).all(), "the workflow has seen each user of the day"
+        return predict(model, batch)
+
+    def next_day(log: Any, folder: str) -> Day:
+        workflow = Workflow(Categorify("user", "item")).fit(day_of(0), progress=False)
+        first = save_day(tmp_path / f"before {folder}", workflow, make("dense", workflow))
+        build = functools.partial(make, "dense")
+        rows = log.to_arrow().to_reader() if isinstance(log, pl.DataFrame) else log
+        return continue_training(first, rows, tmp_path / folder, build, known, batch_size=16, progress=False)
+
+    assert sessions[1].run(next_day, day_of(1), "stream").rows == 60
+    assert sessions[2].run(next_day, drawn, "lazy").rows == 60
 
 
 def test_several_tasks_with_weights_and_metrics(sessions: Sessions, tmp_path: Path) -> None:

@@ -935,6 +935,17 @@ def _saved(one: Workflow, folder: Path) -> Path:
     return folder / "saved"
 
 
+@pytest.mark.parametrize("zone", [None, "Europe/Berlin"])
+def test_times_of_another_unit_or_zone_are_the_same_times(zone: str | None) -> None:
+    rows = pl.DataFrame({"when": [0, 10**15]}).cast(pl.Datetime("us", zone))
+    workflow = Workflow(Categorify("when")).fit(rows, progress=False)
+    for other in (pl.Datetime("ns", zone), pl.Datetime("ms", None if zone is None else "Asia/Tokyo")):
+        assert workflow.transform(rows.cast(other)).collect()["when"].to_list() == [2, 3]
+    wrong = rows.cast(pl.Datetime("us", "UTC" if zone is None else None))
+    with pytest.raises(ValueError, match=r"column 'when' is Datetime.*, but it was Datetime.* in fit"):
+        workflow.transform(wrong)
+
+
 def test_floats_stand_for_integers_where_they_are_whole(tmp_path: Path) -> None:
     """A column of pandas that has integers in `fit` has floats where a value is missing."""
     seen = pd.DataFrame({"user": [1, 2, 3], "age": [7, 8, 9]})

@@ -307,7 +307,7 @@ def test_rows_that_lie_scattered_in_memory_are_brought_together_once(array: Any)
 def test_frames() -> None:
     pandas = pd.DataFrame({"row": [1, 2, 3], "score": [0.5, float("nan"), 1], "genres": [[1], [], [2, 3]]})
     frame = pl.DataFrame({"row": [1, 2, 3], "score": [0.5, float("nan"), 1], "genres": [[1], [], [2, 3]]})
-    for data in (pandas, frame, frame.to_arrow()):
+    for data in (pandas, frame, frame.to_arrow(), frame.to_arrow().to_reader()):
         (batch,) = MemoryLoader(data, 3)
         assert batch["row"].tolist() == [1, 2, 3] and batch["score"].isnan().tolist() == [False, True, False]
         assert batch["genres"].offsets.tolist() == [0, 1, 1, 3] and batch["genres"].values.tolist() == [1, 2, 3]
@@ -331,6 +331,9 @@ def test_frames() -> None:
         (pl.DataFrame({"a": [[1], [None]]}), ValueError, r"column 'a' has lists with 1 null\(s\)"),
         (pd.DataFrame({"a": ["x", "y"]}), ValueError, "the frame: column 'a' is .*string"),
         (pl.DataFrame({"a": [[["x"]]]}), ValueError, "column 'a' is"),
+        (pd.DataFrame({"a": [1, "x"]}), TypeError, "the frame: column 'a' must be of numbers, or of lists of them: "),
+        (pl.DataFrame({"a": [1]}, {"a": pl.Int128}), TypeError, "the frame: column 'a' must be of numbers"),
+        ({"a": np.array(["x"])}, TypeError, "column 'a' is a ndarray of <U1"),
     ],
 )
 def test_data_that_has_no_batches_is_refused(data: Any, error: type[Exception], message: str) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from nbdist import Session
 from nbdist.recsys.etl import Categorify, Log, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
-from nbdist.recsys.models import DLRM, DCNv2, DeepFM
+from nbdist.recsys.models import DLRM, DCNv2, DeepFM, PositionBias
 from nbdist.recsys.raw_ids import RawIds
 from nbdist.recsys.sharding import shard
 from nbdist.recsys.training import fit
@@ -100,6 +100,54 @@ def test_deepfm_adds_the_inner_products() -> None:
     flat = fields.flatten(1)
     expected = model.linear(flat).squeeze(1) + inner + model.top_mlp(flat).squeeze(1)
     torch.testing.assert_close(model(batch), expected)
+
+
+class Relevance(nn.Module):
+    """A logit for each item."""
+
+    def __init__(self, items: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(items))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.logits[batch["item"]]
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_what_was_shown_first_is_not_what_is_best(separate: bool) -> None:
+    """The worst items were shown first, and so were clicked most."""
+    draw = torch.Generator().manual_seed(0)
+    items, positions = 8, 4
+    item = torch.randint(items, (20_000,), generator=draw)
+    position = ((item * positions) // items + torch.randint(2, item.shape, generator=draw)).clamp(max=positions - 1)
+    clicked = torch.rand(item.shape, generator=draw) < (1.0 * item - 3.0 * position).sigmoid()
+    model: nn.Module = Relevance(items)
+    if separate:
+        model = PositionBias(model, positions)
+    batch = {"item": item, "position": position}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(300):
+        optimizer.zero_grad()
+        binary_cross_entropy_with_logits(model(batch), clicked.float()).backward()
+        optimizer.step()
+    with torch.no_grad():
+        asked = model.eval()({"item": torch.arange(items)})
+    best_last = bool((asked.diff() > 0).all())
+    assert best_last == separate
+    assert separate or asked.argmax() < asked.argmin(), "without positions, what was shown first seems best"
+
+
+def test_positions_that_are_missing_or_out_of_range() -> None:
+    model = PositionBias(Relevance(3), 2)
+    with torch.no_grad():
+        model.bias[:] = torch.tensor([5.0, 7.0])
+    item = torch.tensor([0, 1, 2])
+    assert model({"item": item, "position": torch.tensor([0, 1, 9])}).tolist() == [5.0, 7.0, 7.0]
+    for wrong in ({}, {"position": torch.zeros(3, 1)}):
+        with pytest.raises(ValueError, match="the batch has no column 'position' with one position per row"):
+            model({"item": item, **wrong})
+    with pytest.raises(ValueError, match="`positions` must be at least 1, got 0"):
+        PositionBias(Relevance(3), 0)
 
 
 def test_models_that_make_no_sense() -> None:

@@ -112,6 +112,16 @@ def test_a_line_for_each_model(capsys: pytest.CaptureFixture[str]) -> None:
             TypeError,
             "model 'x' must be a class such as EASE, a recommender, or a Candidate, got int",
         ),
+        (
+            {"log": planted(6).with_columns(item=pl.Series([object()] * 36, dtype=pl.Object))},
+            TypeError,
+            "column 'item' must be of integers, strings or dates, got Object",
+        ),
+        (
+            {"log": planted(6).with_columns(timestamp=pl.lit("monday"))},
+            TypeError,
+            "column 'timestamp' must be of dates, times or numbers, got String",
+        ),
         ({"metric": "auc"}, ValueError, "`metric` must be one of 'recall'"),
         ({"trials": 0}, ValueError, "`trials` must be at least 1, got 0"),
         ({"k": 1.5}, TypeError, "`k` must be an integer, got 1.5"),

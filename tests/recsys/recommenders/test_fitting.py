@@ -260,8 +260,47 @@ def test_a_log_in_parquet_files_and_categories(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fitted(log=tmp_path / "none.parquet")
     (tmp_path / "text.parquet").write_text("no Parquet, but longer than a footer")
-    with pytest.raises(ValueError, match="log must be in Parquet files, got"):
+    with pytest.raises(ValueError, match=r"text\.parquet: not a whole Parquet file"):
         fitted(log=tmp_path / "text.parquet")
+
+
+def test_a_log_in_folders_and_several_files(tmp_path: Path) -> None:
+    """Columns in the names of folders, and in another order in another file, as at the doors of workflows."""
+    for (day,), rows in rated().group_by("day"):
+        (tmp_path / f"day={day}").mkdir()
+        rows.drop("day").write_parquet(tmp_path / f"day={day}" / "rows.parquet")
+    expected = fitted().recommend(["u1", "u2"], 3)
+    assert fitted(log=tmp_path).recommend(["u1", "u2"], 3).equals(expected)
+    files = [tmp_path / f"{half}.parquet" for half in (1, 2)]
+    rated()[:70].write_parquet(files[0])
+    rated()[70:].select(reversed(rated().columns)).write_parquet(files[1])
+    found = fitted(log=files)
+    assert found.recommend(["u1", "u2"], 3).equals(expected)
+    rated().clear().write_parquet(tmp_path / "none.parquet")
+    assert found.refit(tmp_path / "none.parquet").recommend(["u1", "u2"], 3).equals(expected)
+    rated().with_columns(who=1).write_parquet(files[0])
+    with pytest.raises(ValueError, match=r"2\.parquet: column 'who' is String, but Int32 in .*1\.parquet: cast it"):
+        fitted(log=files)
+
+
+RATINGS = {
+    "decimals": pl.col("stars").cast(pl.Decimal(10, 2)),
+    "bytes": pl.col("stars").cast(pl.Int8),
+    "booleans": pl.col("stars") >= 3,
+    "floats, some of them missing": pl.when(pl.col("stars") >= 3).then(pl.col("stars")).otherwise(float("nan")),
+}
+
+
+@pytest.mark.parametrize("ratings", RATINGS.values(), ids=RATINGS)
+def test_ratings_of_any_numbers_and_booleans(ratings: pl.Expr) -> None:
+    log = rated().with_columns(stars=ratings)
+    least = None if log.schema["stars"] == pl.Boolean else 3
+    found = fitted(log=log, min_rating=least)
+    assert found.recommend(["u1"], 20).equals(fitted().recommend(["u1"], 20))
+    today = log.tail(1).with_columns(who=pl.lit("new"), day=pl.lit(900))
+    assert found.refit(today).known_users.len() == 31
+    disliked = today.with_columns(stars=pl.lit(0).cast(log.schema["stars"]))
+    assert set(found.recommend(history=disliked, k=1)["by"]) == {"Popularity"}
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 12)), min_size=1, max_size=20), st.integers(1, 12))
@@ -329,11 +368,26 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (
             lambda: fitted(rating="what", time=None, item="stars"),
             TypeError,
-            "column 'what' must be of numbers, got String",
+            "column 'what' must be of numbers or booleans, got String",
         ),
         (lambda: fitted(rating=None), ValueError, "`rating` must name the column of ratings where `min_rating`"),
         (lambda: fitted(min_rating="4"), TypeError, "`min_rating` must be a number, got '4'"),
         (lambda: fitted(min_rating=9), ValueError, "`min_rating` must be at most the largest rating, 5"),
+        (
+            lambda: fitted(log=rated().with_columns(stars=False), min_rating=None),
+            ValueError,
+            "`min_rating` must be at most the largest rating, 0, got 1",
+        ),
+        (
+            lambda: fitted(log=rated().with_columns(who=pl.lit(1).cast(pl.Decimal(38, 0)))),
+            TypeError,
+            r"column 'who' must be of integers, strings or dates, got Decimal.*: cast it, .* `cast\(pl.Int64\)`",
+        ),
+        (
+            lambda: fitted().recommend(history={"who": ["u1"], "what": ["i1"], "stars": ["5"]}),
+            TypeError,
+            "column 'stars' must be of numbers or booleans, got String",
+        ),
         (lambda: fitted(log=rated().clear()), ValueError, "log must have rows, got none"),
         (
             lambda: fitted(log=rated().with_columns(day=pl.lit("2024-01-01"))),

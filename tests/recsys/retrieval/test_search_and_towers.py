@@ -14,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 import torch
+from conftest import Sessions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
@@ -152,20 +153,29 @@ MORE = pytest.mark.long("larger trainings")
 
 
 @pytest.mark.parametrize(
-    ("negatives", "corrected"), [(0, True), pytest.param(64, True, marks=MORE), pytest.param(64, False, marks=MORE)]
+    ("negatives", "corrected", "power"),
+    [
+        (0, True, None),
+        (64, True, 0.75),
+        pytest.param(64, True, None, marks=MORE),
+        pytest.param(64, False, None, marks=MORE),
+        pytest.param(64, False, 0.75, marks=MORE),
+    ],
 )
-def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected: bool) -> None:
+def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected: bool, power: float | None) -> None:
     """Everybody takes items by the same shares: then the right score of an item is the logarithm of its share."""
     draw = torch.Generator().manual_seed(0)
     shares = torch.arange(1, 61).float() ** -0.7
     shares /= shares.sum()
+    weights = None if power is None else shares**power
     score = torch.zeros(60, 1, requires_grad=True)
     optimizer = torch.optim.Adam([score], lr=0.1)
     for _ in range(200):
         ids = torch.multinomial(shares, 128, replacement=True, generator=draw)
-        drawn = draw_rows({"item": torch.arange(60)}, negatives, draw)["item"]
+        drawn = draw_rows({"item": torch.arange(60)}, negatives, draw, weights=weights)["item"]
         every = torch.cat([ids, drawn])
-        logits, own = softmax_logits(torch.ones(128, 1), score[every], every, shares if corrected else None)
+        correction: dict[str, Any] = {"shares": shares, "drawn": weights} if corrected else {}
+        logits, own = softmax_logits(torch.ones(128, 1), score[every], every, **correction)
         optimizer.zero_grad()
         cross_entropy(logits, own).backward()
         optimizer.step()
@@ -178,12 +188,57 @@ def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected:
         assert slope < 0.85
 
 
+def test_rows_are_drawn_by_their_weights() -> None:
+    weights = torch.tensor([0.0, 3.0, 1.0, 0.0])
+    draw = torch.Generator().manual_seed(0)
+    counts = draw_rows({"item": torch.arange(4)}, 40_000, draw, weights=weights)["item"].bincount(minlength=4)
+    assert counts[0] == counts[3] == 0 and float(counts[1] / counts[2]) == pytest.approx(3, rel=0.05)
+    for wrong, message in (
+        (weights[:3], r"shape \(4,\)"),
+        (-weights, "at least 0"),
+        (weights * 0, "one of them above"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw_rows({"item": torch.arange(4)}, 3, weights=wrong)
+    with pytest.raises(ValueError, match="`shares` must be given with `drawn`, got None"):
+        softmax_logits(torch.ones(3, 1), torch.ones(4, 1), torch.arange(4), drawn=weights)
+
+
 def test_the_own_item_is_no_negative() -> None:
     ids = torch.tensor([7, 8, 7, 7])  # the last is a negative
     logits, own = softmax_logits(torch.ones(3, 1), torch.ones(4, 1), ids)
     assert torch.isinf(logits).nonzero().tolist() == [[0, 2], [0, 3], [2, 0], [2, 3]] and own.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="3 ids for 4 items"):
         softmax_logits(torch.ones(3, 1), torch.ones(4, 1), ids[:3])
+
+
+def test_negatives_of_all_ranks_are_those_of_one_process_with_all_rows(sessions: Sessions) -> None:
+    """The same logits, and the same gradients; ranks have different numbers of rows and of negatives."""
+    rows = 3, 2
+    draw = torch.Generator().manual_seed(0)
+    queries, items = torch.randn(5, 4, generator=draw), torch.randn(10, 4, generator=draw)
+    ids = torch.tensor([1, 2, 3, 2, 4, 5, 1, 2, 3, 4])  # rank 0: three items and a negative, rank 1: two and four
+    shares = torch.tensor([0.0, 0.4, 0.3, 0.2, 0.05, 0.05])
+
+    def of_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rank = torch.distributed.get_rank()
+        mine = queries.split(rows)[rank].clone().requires_grad_()
+        every = items.split([4, 6])[rank].clone().requires_grad_()
+        options: dict[str, Any] = {"drawn": shares**0.5, "across_ranks": True}
+        logits, own = softmax_logits(mine, every, ids.split([4, 6])[rank], shares, **options)
+        cross_entropy(logits, own, reduction="sum").backward()
+        return logits.detach(), mine.grad, every.grad
+
+    found = sessions[2].run_all(of_rank)
+    queries.requires_grad_(), items.requires_grad_()
+    chance = 5 * shares + 5 * shares**0.5 / (shares**0.5).sum()
+    logits = queries @ items.T - (chance[ids] / 10).log()
+    own = torch.tensor([0, 1, 2, 4, 5])
+    other = (ids[own, None] == ids).scatter(1, own[:, None], False)
+    logits = logits.masked_fill(other, -torch.inf)
+    cross_entropy(logits, own, reduction="sum").backward()
+    for number, expected in enumerate((logits.detach(), queries.grad, items.grad)):
+        torch.testing.assert_close(torch.cat([one[number] for one in found]), expected)
 
 
 # --- two towers ---
