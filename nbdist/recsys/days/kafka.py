@@ -57,7 +57,7 @@ def follow_kafka(
         ...     producer.produce("clicks", f'{{"user": "{user}"}}')
         >>> _ = producer.flush()
         >>> options = {"bootstrap.servers": f"{broker.host}:{broker.port}", "group.id": "days"}
-        >>> for rows in follow_kafka("clicks", {"user": str}, options, max_rows=2, timeout=10):
+        >>> for rows in follow_kafka("clicks", {"user": str}, options, max_rows=2, timeout=60):
         ...     print(rows["user"].to_list())
         ...     break
         ['ann', 'bob']
