@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.machinery
 import itertools
 import os
@@ -109,7 +110,7 @@ class ForkServer:
         except BaseException as exc:
             self.hang_up()
             if isinstance(exc, BlockingIOError):
-                raise NbdistError(f"the fork server {not_started(exc.errno)}") from exc
+                raise NbdistError(f"the fork server {not_started(errno.EAGAIN)}") from exc
             raise
         register_after_fork(self)
 

@@ -76,7 +76,7 @@ def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
 
     if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PDEATHSIG, 0, 0, 0, 0):
         # A sandbox refuses `prctl`, and so Ray would not start. Its reaper ends its processes, too.
-        ray._private.utils.linux_prctl = False
+        vars(ray._private.utils)["linux_prctl"] = False
     parameters = ray._private.parameter.RayParams(
         include_dashboard=False, temp_dir=sessions, **folders.store(sessions), **ports
     )
