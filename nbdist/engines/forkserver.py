@@ -110,7 +110,7 @@ class ForkServer:
         except BaseException as exc:
             self.hang_up()
             if isinstance(exc, BlockingIOError):
-                raise NbdistError(f"the fork server {not_started(exc.errno or errno.EAGAIN)}") from exc
+                raise NbdistError(f"the fork server {not_started(errno.EAGAIN)}") from exc
             raise
         register_after_fork(self)
 

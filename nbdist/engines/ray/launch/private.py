@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import json
 import logging
@@ -19,8 +18,6 @@ from ....wire.channel import readable
 from . import folders
 from .starting import agent_ports, announced, fatal, patiently, why
 from .stopping import family, kill
-
-_PDEATHSIG = 1
 
 
 def main(kernel: str) -> None:
@@ -72,11 +69,7 @@ def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
     """Start Ray as `ray.init(address="local")` does, without arguments for ports."""
     import ray._private.node
     import ray._private.parameter
-    import ray._private.utils
 
-    if sys.platform == "linux" and ctypes.CDLL(None).prctl(_PDEATHSIG, 0, 0, 0, 0):
-        # A sandbox refuses `prctl`, and so Ray would not start. Its reaper ends its processes, too.
-        ray._private.utils.linux_prctl = False  # type: ignore[assignment]
     parameters = ray._private.parameter.RayParams(
         include_dashboard=False, temp_dir=sessions, **folders.store(sessions), **ports
     )
