@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from ...checks import check_count
 from ...devices import collective_device
 from .. import ranks
+from ..etl.fitting import as_in_fit
 from ..etl.inputs import Source, opened
 from ..etl.workflow import Workflow
 from ..io.folders import atomic_folder
@@ -78,7 +79,8 @@ def continue_training(
 
     Args:
         yesterday: The day before, as `save_day` or `continue_training` returned it, or its folder.
-        log: The rows of the day, in the order of time, as for `Workflow.fit`: Parquet files, or a frame.
+        log: The rows of the day, in the order of time, as for `Workflow.fit`: Parquet files, or a frame. Columns may
+            have other types than the day before, as for `Workflow.transform`.
         folder: The folder to write, which all ranks reach.
         make: A function that each rank calls with the workflow. It returns the model, from `shard` or `replicate`, with
             the same optimizer as the day before.
@@ -163,6 +165,9 @@ def _today(
     and None."""
     try:
         with opened(log) as given:  # once: a lazy frame may have other rows the second time, and a stream none
+            needed = old.needs([name for name in columns or old.outputs if name in old.outputs])
+            known = old.needs(list(old.outputs)).items()
+            given = as_in_fit(given, {name: kind for name, kind in known if name in needed or name in given.schema})
             workflow = Workflow(*old.steps, tags=old.tags).fit(given, previous=old, progress=progress)
             return workflow, _rows(workflow, old, given, folder, columns, progress)
     except NoRows:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import polars as pl
 
+from .inputs import Input
 from .ops.step import type_name
 
 _INTEGERS = (pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64)
@@ -16,6 +17,13 @@ _TYPES: dict[str, pl.DataType] = {
     type_name(dtype()): dtype() for dtype in (*_INTEGERS, pl.Float32, pl.Float64, pl.String, pl.Boolean)
 }
 _DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=(?:None|'(.+)')\)")
+
+
+def as_in_fit(given: Input, needs: Mapping[str, str]) -> Input:
+    """Return rows whose columns have the types of the rows of `fit`, as far as `casts` casts them. Raises the
+    `ValueError` of `casts`."""
+    types = casts(given.schema, needs, given.where)
+    return given.derived(lambda frame: frame.with_columns(types)) if types else given
 
 
 def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Expr]:
@@ -93,8 +101,8 @@ def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
         return fitted if _fits(dtype, fitted) else dtype
     if fitted is not None and dtype.is_numeric() and (fitted.is_float() or (dtype.is_float() and fitted.is_integer())):
         return fitted
-    if isinstance(dtype, (pl.Categorical, pl.Enum)) and kind == "string":
-        return fitted
+    if isinstance(dtype, (pl.Categorical, pl.Enum)):
+        return fitted if kind == "string" else dtype if kind.startswith(("Categorical", "Enum")) else None
     if dtype == pl.String() and kind.startswith("Categorical"):
         return pl.Categorical()
     unit = _DATETIME.fullmatch(kind)

@@ -35,7 +35,7 @@ from ..io.folders import atomic_folder
 from ..io.frames import Tabular, require_frame
 from . import output, saving
 from .drawing import Graph, graph
-from .fitting import casts, declared
+from .fitting import as_in_fit, casts, declared
 from .inputs import Input, Reading, Source, opened, row_bytes, rows_in
 from .learning import learn, numbered, with_rows
 from .ops.rows import RowStep
@@ -266,8 +266,7 @@ class Workflow:
             )
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:
-            types = casts(given.schema, self._inputs(self.steps, wanted, bool(training)), given.where)
-            given = given.derived(lambda frame: frame.with_columns(types)) if types else given
+            given = as_in_fit(given, self._inputs(self.steps, wanted, bool(training)))
             ranks.agree("write", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 given, rest = self._rows(given, wanted, bool(training), memory_bytes, chosen, progress)

@@ -76,7 +76,8 @@ class Ties(NamedTuple):
         first = self._first()
         # The row of a tie that is the first positive one has all its negative rows ahead of it at most.
         rows = first.within(k).minimum(first.size - first.positives + 1)
-        tie, ahead = places_in(rows)
+        tie = torch.arange(len(rows), device=rows.device).repeat_interleave(rows)
+        ahead = torch.arange(len(tie), device=rows.device) - (rows.cumsum(0) - rows)[tie]  # rows of the tie ahead of it
         start, size, positives = first.start[tie], first.size[tie], first.positives[tie]
         likely = none_before(ahead, size, positives) * positives / (size - ahead)
         per_row = likely / (start + ahead + 1)
@@ -88,7 +89,8 @@ class Ties(NamedTuple):
         before = self.positives.cumsum(0) - self.positives
         before = before - before[torch.searchsorted(self.owner, self.owner)]  # positive rows ahead of the tie
         rows = self.within(k)
-        tie, ahead = places_in(rows)
+        tie = torch.arange(len(rows), device=rows.device).repeat_interleave(rows)
+        ahead = torch.arange(len(tie), device=rows.device) - (rows.cumsum(0) - rows)[tie]  # rows of the tie ahead of it
         size, positives = self.size[tie].double(), self.positives[tie].double()
         # A row of the tie is positive with the probability positives / size; then the rows ahead of it have their share
         # of the other positive ones.
@@ -115,13 +117,6 @@ class Ties(NamedTuple):
         first[1:] = owner[1:] != owner[:-1]
         start, size, positives = (values[some][first] for values in (self.start, self.size, self.positives))
         return Ties(owner[first], start, size, positives, self.totals)
-
-
-def places_in(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each of the first `rows` rows of each tie, the number of the tie, and the number of rows of the tie
-    ahead of the row."""
-    tie = torch.arange(len(rows), device=rows.device).repeat_interleave(rows)
-    return tie, torch.arange(len(tie), device=rows.device) - (rows.cumsum(0) - rows)[tie]
 
 
 def none_before(count: Tensor, size: Tensor, positives: Tensor) -> Tensor:

@@ -162,7 +162,11 @@ def benchmark(
     if not models:
         raise ValueError("models must name at least one recommender, got none")
     candidates = {name: Candidate.of(model, name) for name, model in models.items()}
-    check_options(trials, metric, k, seed, progress)
+    check_count(trials, least=1, name="`trials`")
+    check_count(k, least=1, name="`k`")
+    check_count(seed, least=0, name="`seed`")
+    check_choice(metric, METRICS, name="`metric`")
+    check_flag(progress, name="`progress`")
     if protocol is not None and (isinstance(protocol, (str, type)) or not hasattr(protocol, "split")):
         raise TypeError(f"`protocol` must be LeaveOneOut() or ByTime(valid, test), got {shown(protocol)}")
     _require()
@@ -191,15 +195,6 @@ def benchmark(
         parameters,
         {name: pl.DataFrame({m: v.numpy() for m, v in one.items()}) for name, one in found.items()},
     )
-
-
-def check_options(trials: int, metric: str, k: int, seed: int, progress: bool) -> None:
-    """Raise `TypeError` or `ValueError` for an option of a comparison that is out of its range."""
-    check_count(trials, least=1, name="`trials`")
-    check_count(k, least=1, name="`k`")
-    check_count(seed, least=0, name="`seed`")
-    check_choice(metric, METRICS, name="`metric`")
-    check_flag(progress, name="`progress`")
 
 
 def _tuned(

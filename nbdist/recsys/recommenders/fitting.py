@@ -7,15 +7,16 @@ from typing import Any
 
 import polars as pl
 
-from ...checks import check_mapping, check_number, shown
+from ...checks import check_choice, check_count, check_flag, check_mapping, check_number, shown
 from .. import ranks
 from ..io.frames import Tabular
 from .base import Recommender
-from .comparison import Candidate, Comparison, benchmark, check_options
+from .comparison import Candidate, Comparison, benchmark
 from .ease import EASE
 from .fitted import FittedRecommender
 from .ials import IALS
 from .interactions import Interactions
+from .intervals import METRICS
 from .log_columns import LogColumns, kind_of, ratings_of
 from .neighbors import ItemKNN
 from .popularity import Popularity
@@ -86,7 +87,11 @@ def fit_recommender(
         >>> recommender.recommend(["user 0", "a new one"], 1)["item"].to_list()
         ['E', 'D']
     """
-    check_options(trials, metric, k, seed, progress)
+    check_count(trials, least=1, name="`trials`")
+    check_count(k, least=1, name="`k`")
+    check_count(seed, least=0, name="`seed`")
+    check_choice(metric, METRICS, name="`metric`")
+    check_flag(progress, name="`progress`")
     columns = _columns(log, user, item, time, rating, min_rating)
     rows = columns.read(log)
     if not len(rows):

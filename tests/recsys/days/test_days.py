@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,33 @@ def test_a_log_that_can_be_read_once(sessions: Sessions, tmp_path: Path) -> None
 
     assert sessions[1].run(next_day, day_of(1), "stream").rows == 60
     assert sessions[2].run(next_day, drawn, "lazy").rows == 60
+
+
+def test_columns_of_a_day_may_have_other_types(sessions: Sessions, tmp_path: Path) -> None:
+    """Integers are floats in pandas where one is missing, and have no type at all where all are."""
+    rows = day_of(0).with_columns(when=pl.lit(datetime(2024, 1, 1)))
+    missing = pl.when(pl.col("user") > 2).then("user")
+    logs = {
+        "integers": rows.with_columns(user=missing),
+        "floats": rows.with_columns(user=missing.cast(pl.Float64).fill_null(float("nan"))),
+        "unit": rows.with_columns(user=missing, when=pl.col("when").cast(pl.Datetime("ns"))),
+        "none": rows.with_columns(user=None),
+    }
+
+    def next_day(log: pl.DataFrame, folder: str) -> Day:
+        workflow = Workflow(Categorify("user", "item", "when")).fit(rows, progress=False)
+        first = save_day(tmp_path / "0", workflow, make("dense", workflow), overwrite=True)
+        options: dict[str, Any] = {"columns": ["user", "item", "liked"], "batch_size": 16, "progress": False}
+        return continue_training(first, log, tmp_path / folder, functools.partial(make, "dense"), predict, **options)
+
+    weights = {name: sessions[1].run(next_day, log, name).weights for name, log in logs.items()}
+    assert weights["integers"] == weights["floats"] == weights["unit"] != weights["none"]
+    with pytest.raises(
+        ValueError, match="the frame: there is no column 'liked'; the columns are 'user', 'item', 'when'"
+    ):
+        sessions[1].run(next_day, rows.drop("liked"), "unlabelled")
+    with pytest.raises(ValueError, match="column 'user' is string, but it was int64 in fit"):
+        sessions[1].run(next_day, rows.cast({"user": pl.String}), "strings")
 
 
 def test_several_tasks_with_weights_and_metrics(sessions: Sessions, tmp_path: Path) -> None:

@@ -946,6 +946,14 @@ def test_times_of_another_unit_or_zone_are_the_same_times(zone: str | None) -> N
         workflow.transform(wrong)
 
 
+def test_categories_of_another_type_are_the_same_strings() -> None:
+    rows = pl.DataFrame({"c": ["b", "a", "b"]}, schema={"c": pl.Enum(["b", "a"])})
+    workflow = Workflow(Categorify("c")).fit(rows, progress=False)
+    for other in (pl.Enum(["c", "a", "b"]), pl.Categorical()):
+        asked = pl.DataFrame({"c": ["a", "b", None]}, schema={"c": other})
+        assert workflow.transform(asked).collect()["c"].to_list() == [3, 2, 0]
+
+
 def test_floats_stand_for_integers_where_they_are_whole(tmp_path: Path) -> None:
     """A column of pandas that has integers in `fit` has floats where a value is missing."""
     seen = pd.DataFrame({"user": [1, 2, 3], "age": [7, 8, 9]})
