@@ -213,8 +213,8 @@ BY_HAND = [
         "apache/tvm#16715",
     ),
     (
-        "A program of `torch.export`, and its module",
-        "They arrive, and can be called.",
+        "A program of `torch.export`",
+        "It arrives, can be called, and comes back.",
         "pytorch/pytorch#185170, pytorch/pytorch#186418",
     ),
     (
