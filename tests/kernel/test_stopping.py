@@ -158,7 +158,7 @@ def test_a_press_right_before_a_call_is_sent_costs_no_rank(monkeypatch: pytest.M
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.calls.executor.deferred_interrupts", pressed)
+            patch.setattr("nbdist.kernel.calls.executor.deferred_handlers", pressed)
             with pytest.raises(KeyboardInterrupt):
                 session.run(int)
         assert session.run_all(os.getpid) == pids
