@@ -48,12 +48,12 @@ class RegisteredNames:
 
 
 def may_be(key: Any, value: Any, names: set[str]) -> bool:
-    """Return whether an entry may be the notebook's: one of these names in a list, or an object or another of these
-    names under it. Functions, classes and containers are the library's own."""
+    """Return whether an entry may be the notebook's: one of these names in a list or a set, or under one of them a name
+    or an object. Functions, classes and containers are the library's own."""
     kind = type(value)
-    if not names or (kind is not str and (kind in PLAIN or issubclass(kind, _OF_CODE))):
-        return False
-    return (kind is not str or value in names) and (key is None or (type(key) is str and key in names))
+    if kind is str and value in names:
+        return key is None or (type(key) is str and key in names)
+    return type(key) is str and key in names and kind not in PLAIN and not issubclass(kind, _OF_CODE)
 
 
 #: Kinds of values that are the library's own.

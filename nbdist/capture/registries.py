@@ -55,6 +55,8 @@ class Entry(NamedTuple):
     key: Any
     """The key of the entry. None in a list and a set; an ellipsis for an attribute as a whole."""
     value: Any
+    by_name: bool = False
+    """True if the entry was found by its name, so that it may be the library's own."""
 
     def place(self) -> str:
         """Return the name of the registry, for messages."""
@@ -110,15 +112,22 @@ def enter(entry: Entry) -> Callable[[], object]:
         registry.add(entry.value)
         return functools.partial(registry.discard, entry.value)
     if isinstance(registry, list):
-        if type(entry.value) is str and entry.value in registry:
+        if any(type(one) is str and one == entry.value for one in registry):
             return lambda: None
         registry.append(entry.value)
-        return functools.partial(registry.remove, entry.value)
+        return functools.partial(_remove, registry, entry.value)
     before = registry.get(entry.key, _MISSING)
+    if entry.by_name and before is not _MISSING:
+        return lambda: None
     registry[entry.key] = entry.value
     if before is _MISSING:
         return functools.partial(registry.pop, entry.key, None)
     return functools.partial(registry.__setitem__, entry.key, before)
+
+
+def _remove(registry: list[Any], value: Any) -> None:
+    """Remove an object from a list without a comparison, which may raise."""
+    registry[:] = [one for one in registry if one is not value]
 
 
 def _enter_leaf(entry: Entry) -> Callable[[], object]:
@@ -235,13 +244,13 @@ def _of_object(owner: Any, name: str, found: Any, main: dict[str, Any], names: s
 
 def _of_container(owner: Any, name: str, container: Any, main: dict[str, Any], names: set[str]) -> Iterator[Entry]:
     for key, value in _items(container):
-        # Numbers are of handles: each process counts its own.
-        if type(key) is not int and (
-            (type(value) not in PLAIN and (_is_own(value, main) or (key is not None and _has_own(value, main))))
-            or (type(key) not in PLAIN and _is_own(key, main))
-            or may_be(key, value, names)
-        ):
+        if type(key) is int:  # of handles: each process counts its own
+            continue
+        own = type(value) not in PLAIN and (_is_own(value, main) or (key is not None and _has_own(value, main)))
+        if own or (type(key) not in PLAIN and _is_own(key, main)):
             yield Entry(owner, name, key, value)
+        elif may_be(key, value, names):
+            yield Entry(owner, name, key, value, by_name=True)
 
 
 def _of_abstract(cls: Any, main: dict[str, Any]) -> Iterator[Entry]:

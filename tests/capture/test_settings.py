@@ -7,14 +7,19 @@ import pickle
 import signal
 import sys
 import threading
+import types
 import warnings
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cells import cells
 from conftest import Cell, Kernel
 
 from nbdist import Session, in_ddp
+from nbdist.capture.registered_names import may_be
+from nbdist.capture.registries import Entry, enter
 from nbdist.capture.settings import SettingsSender
 from nbdist.engines import forkserver
 
@@ -101,3 +106,21 @@ def test_a_library_keeps_its_handlers_for_itself() -> None:
         signal.signal(signal.SIGUSR1, before)
     assert "SIGUSR1" not in pickle.loads(found["Python"])["signals"]
     assert found["logging"]
+
+
+def test_a_name_that_a_cell_registers_leaves_the_library_its_own() -> None:
+    library: Any = types.ModuleType("library")
+    own, years, names = object(), np.dtype("M8[Y]"), {"s", "t"}
+    library.makers, library.kinds = {"s": own}, [years, "s"]
+    found = [may_be(None, years, names), may_be(None, "s", names), may_be("s", own, names), may_be("u", own, names)]
+    assert found == [False, True, True, False]
+    leave = [
+        enter(Entry(library, "makers", "s", object(), by_name=True)),
+        enter(Entry(library, "makers", "t", own, by_name=True)),
+        enter(Entry(library, "kinds", None, "s", by_name=True)),
+        enter(Entry(library, "kinds", None, np.dtype("M8[as]"))),  # equality with years raises TypeError
+    ]
+    assert library.makers == {"s": own, "t": own} and len(library.kinds) == 3
+    for undo in leave:
+        undo()
+    assert library.makers == {"s": own} and library.kinds == [years, "s"]
