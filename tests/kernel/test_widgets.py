@@ -14,6 +14,8 @@ import pytest
 from cells import cells
 from conftest import Kernel, poll
 
+from nbdist.kernel.cell import comms as cell_comms
+from nbdist.kernel.cell.cell import Cell
 from nbdist.wire import stacks
 
 CELLS = cells("kernel/cells/widgets.py")
@@ -178,6 +180,40 @@ def test_a_widget_of_the_notebook_gets_changes_in_all_ranks(notebook: Kernel, pa
     assert notebook.ok("print(stop.value, pressed); session.close()").text == "True [True]\n", (
         "and once in the notebook"
     )
+
+
+def test_a_rank_that_begins_later_gets_the_changes_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ranks:
+        pids = (1, 2)
+
+        def __init__(self) -> None:
+            self.received: list[tuple[int, Any]] = []
+
+        def deliver_widget_event(self, rank: int, event: Message, buffers: Any) -> bool:
+            self.received.append((rank, event["data"]["value"]))
+            return True
+
+    class Checkbox:
+        _msg_callback = None
+
+        def on_msg(self, callback: Any) -> None: ...
+
+    def begin(rank: int) -> None:
+        content = {"comm_id": "box", "data": {"state": {}}, "buffers": [], "metadata": {}}
+        comms.pass_on(rank, "comm_open", content, Cell(), rank == 0)
+
+    def move(value: int) -> None:
+        comms.take({"msg_type": "comm_msg", "content": {"comm_id": "box", "data": {"value": value}}})
+
+    monkeypatch.setattr(cell_comms, "own_comm", lambda comm_id: Checkbox())
+    monkeypatch.setattr(Cell, "in_notebook", True)
+    ranks: Any = Ranks()
+    comms = cell_comms.Comms(ranks)
+    begin(0)
+    move(1)
+    begin(1)
+    move(2)
+    assert ranks.received == [(0, 1), (1, 1), (0, 2), (1, 2)]
 
 
 def asked_again(page: Page) -> dict[str, Any]:

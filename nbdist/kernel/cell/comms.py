@@ -39,6 +39,10 @@ class _View(NamedTuple):
     text: str
 
 
+#: A change of a widget in the page, and its buffers.
+_Said = tuple[dict[str, Any], Sequence[bytes]]
+
+
 class Comms:
     """The comms of the ranks of a session, while the ranks live.
 
@@ -52,6 +56,7 @@ class Comms:
         self._owners: dict[str, list[int]] = {}  # by comm id
         self._models: dict[str, Model] = {}  # those that the page knows
         self._shared: dict[str, _Shared] = {}
+        self._said: dict[str, list[_Said]] = {}  # to shared widgets in this call, for ranks that begin it later
         self._views: dict[str, _View] = {}  # by display id
         self._new: list[str] = []  # models that have come with this call
         self._before: set[str] = set()  # display ids of earlier calls
@@ -71,6 +76,8 @@ class Comms:
         comm_id, data = content["comm_id"], content["data"]
         if kind == "comm_open" and rank not in self._owners.setdefault(comm_id, []):
             self._owners[comm_id].append(rank)
+            for change in self._said.get(comm_id, ()):
+                self._deliver(rank, *change)
         if not shown or not cell.in_notebook:
             return
         if kind == "comm_open":
@@ -160,19 +167,25 @@ class Comms:
         if self._over:
             self._notify_of_the_end()
             return
-        between = self.between()
         event = {"comm_id": comm_id, "data": data}
-        for rank in self._owners.get(comm_id, ()):
-            assert self._cell is not None
-            try:
-                if between is not None and between(rank, event, buffers, self._cell.later()):
-                    continue
-                sent = self._ranks.deliver_widget_event(rank, event, buffers)
-                why = "" if sent else "the rank reads no messages now"
-            except Exception as exc:  # the rank's end; there is no cell that could raise it
-                why = summary(exc)
-            if why:
-                self._cell.later().notice(f"a change of rank {rank}'s widget did not reach the rank: {why}")
+        owners = self._owners.get(comm_id, ())
+        if comm_id in self._shared and len(owners) < len(self._ranks.pids):
+            self._said.setdefault(comm_id, []).append((event, buffers))
+        for rank in owners:
+            self._deliver(rank, event, buffers)
+
+    def _deliver(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        assert self._cell is not None
+        between = self.between()
+        try:
+            if between is not None and between(rank, event, buffers, self._cell.later()):
+                return
+            sent = self._ranks.deliver_widget_event(rank, event, buffers)
+            why = "" if sent else "the rank reads no messages now"
+        except Exception as exc:  # the rank's end; there is no cell that could raise it
+            why = summary(exc)
+        if why:
+            self._cell.later().notice(f"a change of rank {rank}'s widget did not reach the rank: {why}")
 
     def state(self, comm_id: str) -> dict[str, Any]:
         """Return the state of a widget for a page that asks. Its pictures stay interactive from then on, as the page
@@ -191,7 +204,7 @@ class Comms:
         """End a call. Widgets that take input live as long as their ranks; other widgets become pictures."""
         for shared in self._shared.values():
             shared.comms.remove(self)
-        self._shared = {}
+        self._shared, self._said = {}, {}
         models, self._new = self._new, []
         # Where no page shows the notebook, as under nbconvert and papermill, what earlier cells show must not change:
         # nbclient does not find it any more once it has put texts together.
