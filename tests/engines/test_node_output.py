@@ -163,3 +163,20 @@ def test_much_output_that_waits_makes_an_answer_due(node: tuple[agent.Agent, int
     assert one._due > time.monotonic() + 1000.0
     one._on_output(0, 0, b"x" * (agent.MOST_WAITING // 2 + 1))
     assert one.poll(0)[1] > 0
+
+
+def test_an_earlier_notice_stays_before_the_text_that_waits() -> None:
+    """A notice ends the lines of earlier text. After the last lines, it would add a part of an earlier line to them."""
+    left_out: list[Any] = ["left_out", {"lines": 7, "size": 70}]
+    waiting = [
+        ("message", [1], "begun", None),
+        ("output", 1, MESSAGE, left_out),
+        ("output", 1, STDOUT, "the last\n"),
+        ("output", 0, MESSAGE, ["display", {}]),
+    ]
+    assert agent.without_text(waiting, Output(2)) == [
+        ("output", 1, MESSAGE, left_out),
+        ("output", 1, STDOUT, "the last\n"),
+        ("message", [1], "begun", None),
+        ("output", 0, MESSAGE, ["display", {}]),
+    ]

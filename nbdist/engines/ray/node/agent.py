@@ -188,13 +188,7 @@ class Agent:
         """Drop the output that waits to be sent, once the cell shows only the last lines."""
         call, self._to_cut = self._to_cut, -1
         if call >= 0 and self._output.cut(call):
-            waiting = list(self._events)
-            self._events.clear()
-            for event in waiting:
-                if event[0] == "output" and event[2] != MESSAGE:
-                    self._output.leave_out(*event[1:])
-            self._events.extend(("output", *piece) for piece in self._output.notice())
-            self._events.extend(event for event in waiting if event[0] != "output" or event[2] == MESSAGE)
+            self._events = collections.deque(without_text(self._events, self._output))
 
     def _add_event(self, *event: Any, within: float = 0.0) -> None:
         self._events.append(event)
@@ -344,6 +338,21 @@ class Agent:
             os.close(self._woken)
             os.close(self._wake)
             return list(packed([self._encoded(event) for event in self._events if event[0] == "output"]))
+
+
+def without_text(events: Iterable[Event], output: Output) -> list[Event]:
+    """Return waiting events with one notice in place of their text. Earlier notices come before it: a notice ends the
+    lines that were sent before it."""
+    notices: list[Event] = []
+    others: list[Event] = []
+    for event in events:
+        if event[0] != "output":
+            others.append(event)
+        elif event[2] != MESSAGE:
+            output.leave_out(*event[1:])
+        else:
+            (notices if event[3][0] == "left_out" else others).append(event)
+    return [*notices, *(("output", *piece) for piece in output.notice()), *others]
 
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:
