@@ -75,7 +75,7 @@ def capture_call(
         need=frozenset(need),
         settings=sender.take() if settings else {},
         imported_alongside=tuple(alongside),
-        modules=tuple(name for name in list(sys.modules) if name in pickler.modules),
+        modules=_in_order(pickler.modules),
         places=_places([*pickler.modules, *alongside]),
         own_sources=own_sources(),
         gone=_gone(pickler),
@@ -155,6 +155,14 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
     defined = (obj.__qualname__.partition(".")[0] for obj in pickler.originals if hasattr(obj, "__qualname__"))
     _taken.update(name for name in (*pickler.captured, *defined) if name in main)
     return tuple(name for name in _taken.copy() if name not in main)
+
+
+def _in_order(names: set[str]) -> tuple[str, ...]:
+    """Return names of loaded modules in the order in which this process has imported the modules.
+
+    One name needs no order, and most short calls need no more: the search through all modules takes 70 µs.
+    """
+    return tuple(names & sys.modules.keys()) if len(names) < 2 else tuple(filter(names.__contains__, list(sys.modules)))
 
 
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:

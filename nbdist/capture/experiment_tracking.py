@@ -44,10 +44,9 @@ def write(value: Mapping[str, Any], last: Mapping[str, Any]) -> None:
     if run and mlflow.active_run() is None:
         mlflow.start_run(run_id=run, log_system_metrics=False)
         atexit.register(_leave, run)
-    known = _set_up
     for name, options in value.get("autolog", {}).items():
-        if known.get(name) != options:
-            known[name] = options
+        if _set_up.get(name) != options:
+            _set_up[name] = options
             owner = mlflow if name == "mlflow" else operator.attrgetter(name)(mlflow)
             owner.autolog(**options)
 
