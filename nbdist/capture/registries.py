@@ -174,7 +174,7 @@ def _holds(entry: Entry) -> bool:
 
 def _search(names: RegisteredNames) -> Iterator[Entry]:
     main, never = main_namespace(), _NEVER | NO_LIBRARIES
-    seen: set[int] = set()  # modules import each other's containers
+    seen = {id(main)}  # modules import each other's containers; a library may hold the notebook's variables
     owners = [(name, module) for name, module in list(sys.modules.items()) if is_a(module, types.ModuleType)]
     owners.sort(key=lambda one: not names.in_package(one[0].partition(".")[0]))  # before those that import from them
     for name, module in owners:
@@ -184,7 +184,7 @@ def _search(names: RegisteredNames) -> Iterator[Entry]:
             if entries and _can_import(package):
                 yield from entries
     for cls in classes():
-        package = text(cls, "__module__").partition(".")[0]
+        package = _package(cls)
         if package not in never:
             own = _of_owner(cls, main, seen, names.in_package(package))
             found = [*own, *(_of_abstract(cls, main) if is_a(cls, abc.ABCMeta) else ())]
@@ -223,7 +223,7 @@ def _of_owner(owner: Any, main: dict[str, Any], seen: set[int], names: set[str])
                 for cls, fn in list(registry.items()):
                     if _is_of_notebook(cls, main) or _is_of_notebook(fn, main):
                         yield Entry(owner, name, cls, fn)
-        elif in_module and not issubclass(kind, _NO_REGISTRIES):
+        elif in_module and not issubclass(kind, _NO_REGISTRIES) and _package(kind) not in _NEVER:
             seen.add(id(found))
             yield from _of_object(owner, name, found, main, names)
 
@@ -233,7 +233,9 @@ def _of_object(owner: Any, name: str, found: Any, main: dict[str, Any], names: s
     library, and all options of the object go with it."""
     defaults = contents(type(found))
     for inner, value in list(contents(found).items()):
-        if type(value) in _CONTAINERS and (entries := [*_of_container(owner, f"{name}.{inner}", value, main, names)]):
+        if type(value) not in _CONTAINERS or value is main:
+            continue
+        if entries := [*_of_container(owner, f"{name}.{inner}", value, main, names)]:
             if inner not in defaults:
                 yield from entries
                 continue
@@ -251,6 +253,10 @@ def _of_container(owner: Any, name: str, container: Any, main: dict[str, Any], n
             yield Entry(owner, name, key, value)
         elif may_be(key, value, names):
             yield Entry(owner, name, key, value, by_name=True)
+
+
+def _package(cls: type) -> str:
+    return text(cls, "__module__").partition(".")[0]
 
 
 def _of_abstract(cls: Any, main: dict[str, Any]) -> Iterator[Entry]:

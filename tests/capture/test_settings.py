@@ -47,6 +47,15 @@ def test_a_warning_names_a_patch_that_cannot_be_sent(kernel: Kernel) -> None:
     assert "fractions.use, which the notebook has set, is not set in the ranks" in said
 
 
+def test_a_library_that_holds_the_notebook_is_no_registry(kernel: Kernel) -> None:
+    """plotly keeps IPython's shell, with all variables of the notebook in it; a console keeps these alone."""
+    kernel.ok("import fractions, copyreg, numpy\nfrom nbdist import in_ddp\ndata = numpy.ones(1 << 18)")
+    kernel.ok("class Own: ...\nvars(fractions).update(shell=get_ipython(), names=globals())")
+    kernel.ok("copyreg.pickle(Own, repr)")
+    assert kernel.ok("assert in_ddp(1, lambda: hasattr(fractions, 'names')) is False").text == ""
+    kernel.ok("del fractions.shell, fractions.names, copyreg.dispatch_table[Own]")
+
+
 def test_seeds_that_differ_between_ranks(cell: Cell) -> None:
     cell(cells("capture/cells/seeds.py")["seeds"])
 
