@@ -27,7 +27,7 @@ GAVE_UP = (
 )
 
 
-def test_raylets_get_the_port_that_ray_does_not_pass_on(tmp_path: Path) -> None:
+def test_raylets_get_the_port_that_ray_does_not_pass_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = agent_ports()
     assert len(set(ports.values())) == 4 and all(option.startswith("--") for option in as_options(ports))
     program = tmp_path / "raylet"
@@ -35,6 +35,15 @@ def test_raylets_get_the_port_that_ray_does_not_pass_on(tmp_path: Path) -> None:
     program.chmod(0o755)
     port = ports["dashboard_agent_listen_port"]
     files = {name: tmp_path / f"dashboard_agent_listen_port_{name}" for name in ("knows", "last")}
+    looked, cmdline = set(), psutil.Process.cmdline
+
+    def empty_at_first(process: psutil.Process) -> list[str]:
+        """Return what Linux answers while a program is loaded: its name is there earlier than its arguments."""
+        known = process.pid in looked
+        looked.add(process.pid)
+        return cmdline(process) if known else []
+
+    monkeypatch.setattr(psutil.Process, "cmdline", empty_at_first)
     with announced(ports), contextlib.ExitStack() as stack:
         for own in (
             ["--other"],

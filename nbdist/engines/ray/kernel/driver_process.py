@@ -177,8 +177,10 @@ class DriverProcess:
         """Return the reason why the process has ended, if it has reported one."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
-        self._log.seek(0)
-        words = " ".join(self._log.read().decode(errors="replace").split())[-500:]
+        words = ""
+        with contextlib.suppress(ValueError):  # another thread has closed the log: it stops the process
+            self._log.seek(0)
+            words = " ".join(self._log.read().decode(errors="replace").split())[-500:]
         return lost_connection(words)
 
     def keep(self) -> None:

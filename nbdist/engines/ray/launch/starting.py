@@ -87,9 +87,11 @@ def _announce(port: int, over: threading.Event) -> None:
     while not over.wait(0.1):
         with contextlib.suppress(psutil.Error):  # a process that has ended while it was looked at
             for process in psutil.Process().children(recursive=True):
-                if process.pid not in known and process.name() == "raylet":
+                if process.pid in known or process.name() != "raylet":
+                    continue
+                if command := process.cmdline():  # empty while Linux loads the program
                     known.add(process.pid)
-                    _write_port(port, dict(word[2:].split("=", 1) for word in process.cmdline() if "=" in word))
+                    _write_port(port, dict(word[2:].split("=", 1) for word in command if "=" in word))
 
 
 def _write_port(port: int, options: Mapping[str, str]) -> None:
