@@ -46,8 +46,8 @@ with open(sys.argv[1], "w") as found, nbdist.Session(2) as session:
     session.restart()
 
     def save_at_the_end():
-        open(sys.argv[1] + ".begun", "w").close()
         try:
+            open(sys.argv[1] + ".begun", "w").close()
             time.sleep(1000)
         finally:
             open(sys.argv[1] + ".saved", "w").close()
