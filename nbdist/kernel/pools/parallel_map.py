@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import io
 import reprlib
 import signal
 import time
@@ -26,6 +25,7 @@ from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
+from ...system.free_memory import MeasuredFile
 from ...system.interrupts import NUDGE, NUDGES, interruptible
 from ...wire import protocol
 from ...wire.board import Board
@@ -46,6 +46,7 @@ R = TypeVar("R")
 _BUSY = 0.05
 #: Chunks that a worker has at a time: one that it works on, and the next.
 _AHEAD = 2
+_ITEMS = "the items that a worker gets at once"
 
 
 @entry
@@ -248,8 +249,8 @@ class _Map:
             return pack(plain, [])
 
         def write() -> Pickler:
-            has = self._call.names
-            pickler = Pickler(io.BytesIO(), known=self._known, skip=lambda key, name: (key, name) in has, least=KEPT)
+            file, has = MeasuredFile(_ITEMS), self._call.names
+            pickler = Pickler(file, known=self._known, skip=lambda key, name: (key, name) in has, least=KEPT)
             pickler.dump(items)
             return pickler
 
@@ -259,7 +260,7 @@ class _Map:
             raise explain_failure(
                 exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}
             ) from None
-        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, "the items that a worker gets at once")
+        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, _ITEMS)
 
     def _let_finish(self, listener: Listening, grace: float) -> None:
         """Interrupt the workers, and wait `grace` seconds for them to clean up."""
