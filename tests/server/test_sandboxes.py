@@ -19,6 +19,7 @@ SHELL = {
     "no reading of another process's memory": "refuse 310",
     "no prctl": "refuse 157",
     "no pidfd": "refuse 424,434",
+    "no choice of cores, no posix_fallocate, no advice on memory": "refuse 203,204,285,28",
     "a /dev/shm of 64 kB": "mount -t tmpfs -o size=64k tmpfs /dev/shm",
     "a read-only /dev/shm": "mount -t tmpfs -o ro tmpfs /dev/shm",
     "a full temporary folder": "mount -t tmpfs -o size=4k tmpfs $TMPDIR; dd if=/dev/zero of=$TMPDIR/x bs=4k || true",

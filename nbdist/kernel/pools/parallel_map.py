@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import reprlib
 import signal
 import time
@@ -31,6 +32,7 @@ from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
 from ...wire.parcel import Parcel, pack
+from ..calls import notices
 from ..calls.arguments import check_call, check_platform, check_takes
 from ..calls.ending import GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT
 from ..calls.outcomes import load, rebuild
@@ -181,6 +183,7 @@ class _Map:
         self._ranks, self._relay = ranks, Relay(ranks)
         self._has: list[deque[_Chunk]] = [deque() for _ in ranks.pids]
         self._board = Board.create(len(self._has))
+        self._late_at = time.monotonic() + notices.LONG_START
 
     def run(self) -> list[Any]:
         """Return the values. Raises the first failure, or `KeyboardInterrupt`."""
@@ -198,6 +201,7 @@ class _Map:
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
                         listener.select(AT_A_TIME)
                         self._relay.show_unfinished()
+                        self._say_if_late()
                 except BaseException as exc:
                     self._let_finish(listener, GRACE_AFTER_INTERRUPT)
                     raise exc from None
@@ -206,6 +210,11 @@ class _Map:
                     raise self._error
                 self._show()
         return self._values
+
+    def _say_if_late(self) -> None:
+        if time.monotonic() > self._late_at and (said := notices.not_started(self._ranks)):
+            self._late_at = math.inf
+            self._relay.cell.notice(said)
 
     def _begin(self) -> None:
         environ, seeds = self._ranks.inherited(), draw_seeds()
