@@ -29,7 +29,7 @@ SHELL = {
     "closed standard descriptors": "exec 0<&- 1>&- 2>&-",
     "a umask that takes all permissions away": "umask 777",
 }
-#: Makes root a user for whom permissions of files hold.
+#: Takes from root the right to ignore the permissions of files.
 USER = "setpriv --bounding-set=-dac_override,-dac_read_search"
 NAMESPACES = [
     shutil.which("unshare"),
