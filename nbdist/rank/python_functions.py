@@ -25,7 +25,7 @@ class _Functions:
         self._own = {name: value for name, value in self._names.items() if callable(value)}
         self._look_up, self._values = operator.itemgetter(*self._own), tuple(self._own.values())
         self._taken: dict[str, Any] = {}
-        """What the user's function has put in their places."""
+        """The objects that the user's function has put in their places, by name."""
 
     def give(self) -> None:
         """Put back what the user's function has put into the module."""
