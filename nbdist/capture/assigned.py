@@ -22,10 +22,12 @@ NO_LIBRARIES = {"__main__", "__mp_main__", "sys"}
 _OF_SYS = {"argv", "dont_write_bytecode", "excepthook", "tracebacklimit", "unraisablehook"}
 #: Packages whose settings have their own way, or that are nbdist's.
 _NEVER = {"torch", "matplotlib", "IPython", "ipykernel", "warnings", __name__.partition(".")[0]}
-_MISSING = object()
-
 #: Names, of a variable first: of what an attribute's attribute is set.
 Chain = tuple[str, ...]
+
+
+class Gone:
+    """The value, in a patch, of an attribute of the user's own module or class that the notebook has deleted."""
 
 
 class Assigned:
@@ -94,13 +96,14 @@ def _look_up(chain: Chain) -> Patch | None:
     for place, name in enumerate(chain[1:], 1):
         if not (_may_be_patched(owner) or (owner is sys and name in _OF_SYS)):
             return None
-        value = vars(owner).get(name, _MISSING)
+        value = vars(owner).get(name, Gone)
         last = place == len(chain) - 1
+        if value is Gone:
+            return (owner, name, Gone) if last and name and _is_own(owner) else None
         if last or not isinstance(value, (types.ModuleType, type)):
             # An object inside a module is sent where the module is the user's own: a library's may hold anything.
             known = last or _is_own(owner)
-            known = known and value is not _MISSING and not _is_at_home(owner, name, value)
-            return (owner, name, value) if known else None
+            return (owner, name, value) if known and not _is_at_home(owner, name, value) else None
         owner = value
     return None
 

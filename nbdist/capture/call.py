@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
-import io
 import linecache
 import os
 import sys
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..notebook.shell import cell_numbers, is_hidden
+from ..system.free_memory import MeasuredFile
 from ..system.search_path import search_path
 from ..wire.cache import SentCache
 from ..wire.messages import Header
@@ -34,6 +34,7 @@ from .steps import CallStep, Named, is_constant
 
 #: How the files end from which a rank can load a module: sources, and what was compiled for this Python.
 _LOADED = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+_DATA = "the data that the call takes along"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def capture_call(
         own_sources=own_sources(),
         gone=_gone(pickler),
     )
-    parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, "the data that the call takes along")
+    parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, _DATA)
     modules = pickler.modules | set(alongside) | (sender.modules() if settings else set())
     return Call(header, parcel, pickler.originals, modules, pickler.used)
 
@@ -106,7 +107,7 @@ def pickle_call(
     need_in = dict.fromkeys(("__main__", namespace_key(fn)))
 
     def write() -> Pickler:
-        pickler = make_pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in, says_copies=True)
+        pickler = make_pickler(MeasuredFile(_DATA), skip=skip, need=need, need_in=need_in, says_copies=True)
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
         needed = CallStep(reading.nothing, *pickler.needed()) if need else None
         positional = [_named(f"argument {number}", value) for number, value in enumerate(args, 1)]

@@ -87,8 +87,13 @@ class MappedFiles:
         for span, allowed, position, _, _, *path in lines:
             start, end = (int(part, 16) for part in span.split("-"))
             access = READ if allowed[1] != "w" else WRITE if allowed[3] == "s" else COPY
-            found.append((start, end, access, int(position, 16), path[0] if path else ""))
+            found.append((start, end, access, int(position, 16), _unescaped(path[0]) if path else ""))
         return found
+
+
+def _unescaped(path: str) -> str:
+    """Return a path as it is: the system writes a newline in it as `\\012`, and a backslash as itself."""
+    return path if "\\012" not in path or os.path.exists(path) else path.replace("\\012", "\n")
 
 
 def _changed(start: int, end: int) -> bool:
@@ -105,10 +110,11 @@ def _changed(start: int, end: int) -> bool:
     return False
 
 
-def _warn_of_copy(what: str, nbytes: int) -> None:
+def _warn_of_copy(what: str, nbytes: int, writes: bool = False) -> None:
+    lost = ". What ranks write there stays in the ranks" if writes else ""
     warnings.warn(
         f"{what} of {nbytes / 1e9:.2f} GB is mapped from a file, but is sent as a copy in shared memory: ranks cannot "
-        f"open that file again (it was deleted or replaced, or its pages were changed in this process alone)",
+        f"open that file again (it was deleted or replaced, or its pages were changed in this process alone){lost}",
         stacklevel=2,
     )
 
@@ -128,8 +134,9 @@ def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
     size = before + sum(max(step, 0) for step in steps) + array.itemsize
     part = files.find(array.ctypes.data - before, size, named=is_memmap)
     if part is None:
-        if is_memmap and array.nbytes >= LEAST and _borrows(array):
-            _warn_of_copy("an array", array.nbytes)
+        writes = is_memmap and array.mode in ("r+", "w+")
+        if is_memmap and (writes or array.nbytes >= LEAST) and _borrows(array):
+            _warn_of_copy("an array", array.nbytes, writes)
         return None
     return _mapped_array, (part, is_memmap, array.dtype, array.shape, array.strides, before, array.flags.writeable)
 

@@ -20,6 +20,7 @@ def main(fd: str) -> None:
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not ignored: ranks would inherit that
+    os.umask(os.umask(0o077) & 0o077)  # this user's own permissions stay, or no client could read the session's files
     channel = Channel(socket.socket(fileno=int(fd)))
     os.set_inheritable(int(fd), False)
     held: list[int] = []  # open until the end of this process

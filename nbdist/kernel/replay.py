@@ -70,6 +70,8 @@ def replay_step(
 ) -> ReplayedStep:
     """Run one step of a recorded training again, in this process, as one of the ranks ran it.
 
+    The snapshots of a recording are pickles, and reading a pickle can run code: use only recordings of your own.
+
     The step runs in the notebook, so `%debug`, `breakpoint()` and `print` work in it. The other ranks are started
     again, on CPUs: they train from the last snapshot before the step, and take part in the step's collectives. This
     process runs the function from its beginning to the first step of the training, jumps to the recorded state before

@@ -20,6 +20,7 @@ from ..wire.parcel import Parcel
 from ..wire.protocol import Call
 from . import shell, spawning
 from .modules import Reloader, SourceFinder, import_beside
+from .python_functions import PythonFunctions
 from .settings import Settings
 from .world import seed_everything
 
@@ -33,12 +34,14 @@ class Caller:
         self.originals: list[Any] = []
         """The notebook's functions and classes, by their numbers in the notebook."""
         self._finder, self._reloader, self._settings = SourceFinder(), Reloader(), Settings()
+        self.python_functions: PythonFunctions
 
     def install(self) -> None:
         """Install the finder and the reloader for the notebook's modules, and make spawned processes receive the
         notebook's definitions."""
         sys.meta_path[:0] = [self._reloader, self._finder]
         spawning.install()
+        self.python_functions = PythonFunctions()
 
     def run(self, call: Call, parcel: Parcel) -> Any:
         """Run the function, and return its value."""
@@ -51,7 +54,7 @@ class Caller:
         named = {name: own(value, call.place) for name, value in kwargs.items()}
         del args, kwargs
         try:
-            with checked(call.check):
+            with checked(call.check), self.python_functions:
                 return fn(*positional, **named)
         finally:
             shell.after_call()

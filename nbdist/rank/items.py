@@ -58,9 +58,10 @@ class Mapper:
         except Unreadable as exc:
             raise explain_unreadable(exc, self._where) from exc.__cause__
         start, values = time.monotonic(), []
-        for number, item in enumerate(items, first):
-            if board[0]:  # the call is over
-                break
-            board[mine] = number
-            values.append(fn(item))
+        with self._caller.python_functions:
+            for number, item in enumerate(items, first):
+                if board[0]:  # the call is over
+                    break
+                board[mine] = number
+                values.append(fn(item))
         return time.monotonic() - start, values

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable
 from typing import NoReturn
 
+from ..system.private import make_folder
 from ..system.scratch import make_held
 from ..wire import stacks
 from ..wire.channel import Channel
@@ -92,5 +93,5 @@ def _keep_sockets_in(folder: str) -> None:
         if not os.path.isdir(parent := os.path.dirname(folder)):  # a system may empty /tmp now and then
             with contextlib.suppress(OSError):  # another rank makes it right now
                 make_held(parent)
-        os.mkdir(folder, 0o700)
+        make_folder(folder)
         vars(multiprocessing.current_process())["_config"]["tempdir"] = folder

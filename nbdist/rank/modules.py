@@ -117,6 +117,9 @@ class Reloader(importlib.abc.MetaPathFinder):
                 self._forget(name)  # it is imported when it is needed, from where the notebook has it
                 continue
             now = version(file)
+            if not now and wanted is None and _is_elsewhere(name, file):
+                self._forget(name)
+                continue
             if not now or (now == imported.version and imported.checksum is not None):
                 edited = False
             else:
@@ -154,6 +157,14 @@ class Reloader(importlib.abc.MetaPathFinder):
         for one in [one for one in sys.modules if one == name or one.startswith(name + ".")]:
             del sys.modules[one]
             self._imported.pop(one, None)
+
+
+def _is_elsewhere(name: str, gone: str) -> bool:
+    """Return whether an import finds a module, whose file is gone, at another place: a package may have replaced it."""
+    importlib.invalidate_caches()
+    parent = sys.modules.get(name.rpartition(".")[0])
+    found = importlib.machinery.PathFinder.find_spec(name, getattr(parent, "__path__", None))
+    return found is not None and found.origin not in (None, gone)
 
 
 def import_beside(names: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bdb
 import builtins
 import contextlib
-import io
 import os
 import pickle
 import traceback
@@ -21,6 +20,7 @@ from ..capture.partial import absent_parts
 from ..capture.pickler import Pickler, dumps_plain
 from ..capture.steps import Named
 from ..errors import NbdistError, drop_last_frames, stand_ins, text_of
+from ..system.free_memory import MeasuredFile
 from ..wire import protocol, rank_memory
 from ..wire.cache import KEPT
 from ..wire.parcel import Parcel, pack
@@ -127,11 +127,11 @@ class Outcomes:
     ) -> Parcel:
         plain = dumps_plain(value)
         if plain is not None:
-            return pack(plain, [])
+            return pack(plain, [], what=what)
 
         def write() -> Pickler:
             pickler = Pickler(
-                io.BytesIO(),
+                MeasuredFile(what),
                 skip=lambda key, name: (key, name) in self._caller.sent,
                 known={id(obj): number for number, obj in enumerate(originals)},
                 to_cpu=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import decimal
 import importlib
 import locale
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capture import experiment_tracking, library_options, python_modes, torch_modes
+from ..capture.assigned import Gone
 from ..capture.loggers import describe_handler, own_filters
 from ..capture.patches import place
 from ..capture.reading import Keep, Unreadable, read
@@ -29,8 +29,6 @@ _OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars
 _EACH_CALL = ("mlflow",)
 #: The default settings of a logger: level, disabled, propagate, handlers, filters.
 _PLAIN: tuple[int, bool, bool, list[Any], list[Any]] = (0, False, True, [], [])
-
-_MISSING = object()
 
 _inherited: dict[str, Any] = {}
 _inherited_pickles: dict[str, bytes] = {}
@@ -128,18 +126,13 @@ class Settings:
         now = {(id(owner), name) for owner, name, _ in value}
         for key in self._patched.keys() - now:  # taken back
             owner, own, before = self._patched.pop(key)
-            if vars(owner).get(key[1]) is not own:  # its module was executed again
-                continue
-            if before is _MISSING:
-                with contextlib.suppress(AttributeError):
-                    delattr(owner, key[1])
-            else:
-                setattr(owner, key[1], before)
+            if vars(owner).get(key[1], Gone) is own:  # else its module was executed again
+                _put(owner, key[1], before)
         for owner, name, own in value:
-            there = vars(owner).get(name, _MISSING)
-            _, last, before = self._patched.get((id(owner), name), (owner, _MISSING, there))
+            there = vars(owner).get(name, Gone)
+            _, last, before = self._patched.get((id(owner), name), (owner, Gone, there))
             try:
-                setattr(owner, name, own)
+                _put(owner, name, own)
             except Exception as exc:
                 _warn(f"{place((owner, name, own))} is not set in this rank: {exc!r}")
                 continue
@@ -250,6 +243,13 @@ class Settings:
         "options": lambda self, value: library_options.write(value),
         "torch": _torch_modes,
     }
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is not Gone:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)
 
 
 def _warn(text: str) -> None:

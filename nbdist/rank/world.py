@@ -100,7 +100,8 @@ def join(world: World, store: Any) -> Any:
 
     allow_open_files(8 * world.world_size)  # each group of gloo connects a rank with every other
     if world.cores is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, world.cores)
+        with contextlib.suppress(OSError):  # a sandbox refuses it: the rank is slower there
+            os.sched_setaffinity(0, world.cores)
     torch.set_num_threads(world.threads)
     options = dict(world.options)
     if "timeout" in options:
@@ -209,6 +210,10 @@ def without_notice() -> Iterator[None]:
                 rest = rest[os.write(1, rest) :]
 
 
+#: The variables that say which rank this is.
+_NUMBERS = frozenset(["RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+
+
 class Membership:
     """The current process group of this rank, and its store."""
 
@@ -256,9 +261,11 @@ class Membership:
         self._own_groups.enter(world, store)
 
     def restore_environ(self) -> None:
-        """Restore the variables about the rank that a call has removed: some libraries do so."""
+        """Restore the variables that a call has removed, as some libraries do, and the numbers of ranks that it has
+        changed."""
         for name, value in self._environ.items():
-            os.environ.setdefault(name, value)
+            if os.environ.get(name) != value and (name in _NUMBERS or name not in os.environ):
+                os.environ[name] = value
 
     def is_in(self) -> bool:
         """Return whether the current process group is still the one that was joined."""

@@ -12,9 +12,10 @@ from pathlib import Path
 
 def usable_cores() -> list[int]:
     """Return the numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
+    try:
         return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
+    except (AttributeError, OSError):  # not on Linux, or a sandbox refuses it
+        return list(range(os.cpu_count() or 1))
 
 
 def load_per_core() -> float:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if sys.platform != "win32":
     import resource
 
 #: Bytes that are left to everything else. What is smaller is not compared: to read what is free takes a moment.
 _SPARE = 32 << 20
+#: Bytes after which a file that grows is compared again.
+_STEP = 64 << 20
 
 _CGROUPS, _OWN_GROUPS, _MEMORY = "/sys/fs/cgroup", "/proc/self/cgroup", "/proc/meminfo"
 _NO_LIMIT = 1 << 60
@@ -47,17 +50,51 @@ def check_fits(size: int, what: str) -> None:
             raise too_large(size, what, min(limits, key=lambda limit: limit.free))
 
 
-def refused(size: int, what: str, number: int) -> MemoryError:
+class MeasuredFile(io.BytesIO):
+    """A file in memory for a pickle. While it grows, its size is compared with the free memory: lists of texts and
+    other small objects are in the pickle itself.
+
+    Args:
+        what: The name of the data for the message of a `MemoryError`.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self._checked = what, _STEP
+
+    def write(self, data: Any) -> int:
+        end = self.tell() + memoryview(data).nbytes
+        if end > self._checked:
+            grown = end - self._checked + _STEP
+            check_fits(grown, f"{self._what}, of which {_in_mb(self._checked)} are written")
+            self._checked += grown
+        return super().write(data)
+
+
+def refused(size: int, what: str, number: int, fd: int = -1) -> MemoryError:
     """Return the error for `size` bytes of `what` that the system has refused. `number` is the system's error
-    number.
+    number, `fd` the file that was to hold them.
     """
     limit = None
-    if number == errno.ENOMEM:
+    if number == errno.ENOSPC and fd >= 0:
+        limit = _disk(fd)
+    elif number == errno.ENOMEM:
         limit = address_space()
     elif number == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = Limit("a file (`ulimit -f`)", most, most)
     return too_large(size, what, limit)
+
+
+def _disk(fd: int) -> Limit | None:
+    """Return the limit of the file system of a file, which loses its content; None if it has none, as for a memfd."""
+    with contextlib.suppress(OSError):
+        os.truncate(fd, 0)
+        found = os.fstatvfs(fd)
+        if found.f_blocks:
+            where = os.path.dirname(os.readlink(f"/proc/self/fd/{fd}"))
+            return Limit(where, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+    return None
 
 
 def too_large(size: int, what: str, limit: Limit | None) -> MemoryError:

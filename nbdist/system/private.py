@@ -16,16 +16,27 @@ _LOCAL_PEERCRED, _XUCRED = 1, struct.Struct("II")  # of macOS: version, uid
 _LONGEST = 100
 
 
+def make_folder(folder: str) -> None:
+    """Make a folder with mode 0700. Raises `FileExistsError`."""
+    os.mkdir(folder, 0o700)
+    os.chmod(folder, 0o700)  # a umask may have taken the user's own permissions away
+
+
 def make_private(folder: str) -> None:
     """Make a folder, and its parents, with mode 0700.
 
     Raises:
         PermissionError: The folder exists, and other users can open it or own it.
     """
-    os.makedirs(os.path.dirname(folder), 0o700, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
+    _make_with_parents(folder)
     check_private(folder)
+
+
+def _make_with_parents(folder: str) -> None:
+    if not os.path.isdir(folder):
+        _make_with_parents(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):
+            make_folder(folder)
 
 
 def check_private(folder: str) -> None:

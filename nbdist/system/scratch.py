@@ -14,6 +14,8 @@ import secrets
 import shutil
 import zlib
 
+from .private import make_folder
+
 #: A temporary folder may be on a file system that other machines use, too, and on which locks hold for one machine.
 _MACHINE = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
 _NAME = re.compile(rf"nbdist-(output-)?{_MACHINE}[0-9a-f]{{8}}")
@@ -30,10 +32,9 @@ def make_held(folder: str) -> int:
     Raises `OSError`, such as `FileExistsError`.
     """
     unheld = folder + "~"  # another process may look for abandoned folders right now
-    os.mkdir(unheld, 0o700)
+    make_folder(unheld)
     held = -1
     try:
-        os.chmod(unheld, 0o700)  # a umask may have taken the user's own permissions away
         held = os.open(unheld, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a file system without locks: no process removes the folder there, either
             fcntl.flock(held, fcntl.LOCK_SH)

@@ -52,10 +52,12 @@ class Segment:
             os.truncate(fd, size)
             _reserve(fd, size)
         except BaseException as exc:
-            os.close(fd)
-            if isinstance(exc, OSError) and exc.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-                raise refused(size, what, exc.errno) from exc
-            raise
+            try:
+                if isinstance(exc, OSError) and exc.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                    raise refused(size, what, exc.errno, fd) from exc
+                raise
+            finally:
+                os.close(fd)
         return Segment(fd, size)
 
     def write(self, view: memoryview, position: int) -> None:
@@ -105,8 +107,8 @@ def _reserve(fd: int, size: int) -> None:
             try:
                 os.posix_fallocate(fd, start, length)
             except OSError as exc:
-                if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                    return  # the file system cannot
+                if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM):
+                    return  # the file system cannot, or a sandbox refuses it
                 raise
 
 

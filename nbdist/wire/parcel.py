@@ -36,9 +36,12 @@ class Parcel:
     def open(self, own: bool = False) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle and the buffers: writable views of private mappings. Closes the descriptors.
 
-        With `own`, buffers that share a segment are copied, so that keeping one buffer does not keep the others.
+        With `own`, for an answer, buffers that share a segment are copied, so that keeping one buffer does not keep the
+        others. Raises `MemoryError` if the objects in the pickle, which need about its size, do not fit.
         """
         try:
+            if own and self.inline is None:
+                check_fits(self.spans[0].size, "the value that the function returned")
             wholes = [segment.private() for segment in self.segments]
         finally:
             self.close()

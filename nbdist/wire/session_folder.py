@@ -16,7 +16,7 @@ from typing import Any
 import nbdist
 
 from ..checks import shown
-from ..system.private import check_private, make_private
+from ..system.private import check_private, make_folder, make_private
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -65,7 +65,7 @@ class SessionFolder:
     def make(self) -> None:
         """Make the folder. Raises `FileExistsError` if it exists."""
         make_private(base())
-        os.mkdir(self.path, 0o700)
+        make_folder(self.path)
 
     def exists(self) -> bool:
         return os.path.isdir(self.path)

@@ -158,6 +158,24 @@ def test_a_memmap_that_cannot_be_opened_again_is_copied_with_a_warning(
         assert session.run(lambda a: (int(a[1]), int(a[2])), array) == (71 if how == "changed" else 1, 2)
 
 
+def test_lost_writes_to_a_small_file_are_told(tmp_path: Path, session: Session) -> None:
+    array = np.memmap(tmp_path / "deleted", np.int64, "w+", shape=(100,))
+    os.remove(tmp_path / "deleted")
+    with pytest.warns(UserWarning, match="is sent as a copy .* What ranks write there stays in the ranks"):
+        assert session.run(len, array) == 100
+
+
+@pytest.mark.parametrize("name", ["two\nlines", r"a \012 in it", "data (deleted)"])
+def test_files_with_names_that_the_system_writes_in_another_way(name: str, tmp_path: Path, session: Session) -> None:
+    array = np.memmap(tmp_path / name, np.int64, "w+", shape=(100,))
+
+    def write() -> None:
+        array[0] = 5
+
+    session.run(write)
+    assert array[:2].tolist() == [5, 0]
+
+
 def test_a_file_that_a_rank_does_not_find_is_named(numbers: Path, session: Session) -> None:
     array = np.memmap(numbers, np.int64, "r", offset=5000)
     with pytest.raises(NbdistError, match=r"mapped .*some numbers.bin, and this rank on .* cannot .*numpy.array"):

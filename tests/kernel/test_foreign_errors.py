@@ -77,8 +77,15 @@ def test_removed_variables_are_restored_for_the_next_call(session: Session) -> N
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
 
-    session.run(clean)
-    assert session.run_all(lambda: (dist.get_rank(), os.environ["RANK"])) == [(0, "0"), (1, "1")]
+    def change() -> None:
+        os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"] = "7", "many", "3"
+
+    for spoil in (clean, change):
+        session.run(spoil)
+        found = session.run_all(lambda: [dist.get_rank(), os.environ["RANK"], os.environ["WORLD_SIZE"]])
+        assert found == [[0, "0", "2"], [1, "1", "2"]]
+    assert session.run(lambda: os.environ["OMP_NUM_THREADS"]) == "3", "what else a call sets stays"
+    session.restart()
 
 
 def test_a_mapped_file_whose_name_is_no_utf_8(tmp_path: Path) -> None:

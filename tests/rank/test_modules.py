@@ -71,6 +71,23 @@ def test_a_module_that_only_ranks_have_is_as_its_file_is(write: Write) -> None:
         assert session.run(own_a.answer) == 3
 
 
+def test_a_module_that_a_package_replaces(write: Write, tmp_path: Path) -> None:
+    write(own_replaced="VALUE = 1")
+
+    def value() -> int:
+        import own_replaced  # type: ignore[import-not-found]
+
+        return int(own_replaced.VALUE)
+
+    with Session(1) as session:
+        assert session.run(value) == 1
+        (tmp_path / "own_replaced.py").unlink()
+        assert session.run(value) == 1, "a module whose file is gone stays, as in any process"
+        (tmp_path / "own_replaced").mkdir()
+        (tmp_path / "own_replaced" / "__init__.py").write_text("VALUE = 2\n")
+        assert session.run(value) == 2
+
+
 def test_classes_imported_from_a_reloaded_module_are_new_too(write: Write) -> None:
     write(
         own_a="def answer(): return 1", own_b="from own_a import answer\nclass Asks:\n  def ask(self): return answer()"

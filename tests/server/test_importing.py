@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from conftest import living, poll
 
-from nbdist import RankDied, Session, in_ddp
+from nbdist import RankDied, Session, in_ddp, parallel_map
 from nbdist.engines import forkserver
+from nbdist.kernel.cell.cell import Cell
 from nbdist.wire.forking import BREAK_OFF
 
 
@@ -94,6 +95,23 @@ def test_an_import_that_hangs_is_broken_off(tmp_path: Path, monkeypatch: pytest.
             assert session.run_all(os.getpid) == pids
     used.break_off()  # when nothing is imported, it does nothing
     assert in_ddp(2, total) == 2.0
+
+
+def test_a_map_whose_workers_wait_for_an_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    go = tmp_path / "go"
+
+    def notice(self: Cell, text: str) -> None:
+        said.append(text)
+        go.touch()
+
+    monkeypatch.setattr(Cell, "notice", notice)
+    monkeypatch.setattr("nbdist.kernel.calls.notices.LONG_START", 0.0)
+    forkserver.stop()  # one without ranks imports for itself
+    code = f"import os, time\nfor _ in range(3000):\n    os.path.exists({str(go)!r}) or time.sleep(0.01)\n"
+    load_in_server(code, "imported_for_long", tmp_path)
+    assert parallel_map(abs, [-1], 1, progress=False) == [1]
+    assert said[0].startswith("no ranks after 0 s: the fork server imports") and "imported_for_long" in said[0]
 
 
 def test_the_kernel_ends_while_the_server_imports(tmp_path: Path) -> None:

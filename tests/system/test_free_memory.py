@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -94,6 +95,20 @@ def test_data_that_does_not_fit_is_refused_with_both_sizes(machine: Path) -> Non
     check_fits(1, "a little")
     with pytest.raises(MemoryError, match=r"the data: 600 MB .* 500 MB are free of the 2,000 MB of the container"):
         check_fits(6 * GB // 10, "the data")
+
+
+def test_a_pickle_that_grows_beyond_the_free_memory_is_refused(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and other small objects are in the pickle itself."""
+    monkeypatch.setattr(free_memory, "_SPARE", 1 << 16)
+    monkeypatch.setattr(free_memory, "_STEP", 1 << 20)
+    group(machine, max=GB, current=GB - (3 << 20), stat="anon 5")
+    file = free_memory.MeasuredFile("the data")
+    pickle.Pickler(file).dump(["x" * 1000] * 100 + [f"{number:01000}" for number in range(2000)])
+    assert len(pickle.loads(file.getbuffer())) == 2100
+    with pytest.raises(
+        MemoryError, match=r"the data, of which 2 MB are written: \d MB .* 3 MB are free of the 1,000 MB"
+    ):
+        pickle.Pickler(file).dump([b"x" * (4 << 20)])
 
 
 def test_a_segment_is_reserved() -> None:

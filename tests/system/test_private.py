@@ -13,6 +13,7 @@ import pytest
 from users import OTHER, as_another_user, needs_root
 
 from nbdist.system import private
+from nbdist.wire.session_folder import SessionFolder
 
 
 def test_a_private_folder(tmp_path: Path) -> None:
@@ -87,3 +88,19 @@ def test_another_user_does_not_get_in() -> None:
             connection, _ = listening.accept()
             with contextlib.closing(connection), pytest.raises(PermissionError, match=f"got user {OTHER}"):
                 private.check_peer(connection)
+
+
+@needs_root
+def test_a_umask_takes_no_permission_from_the_user_of_a_named_session() -> None:
+    def make() -> str:
+        os.umask(0o777)
+        os.environ["XDG_STATE_HOME"] = os.path.join(base, "state")
+        folder = SessionFolder("named")
+        folder.make()
+        folder.check()
+        return ",".join(f"{os.stat(os.path.join(base, path)).st_mode & 0o777:o}" for path in made)
+
+    made = ("state", "state/nbdist", "state/nbdist/sessions", "state/nbdist/sessions/named")
+    with tempfile.TemporaryDirectory() as base:
+        os.chmod(base, 0o777)
+        assert as_another_user(make) == "700,700,700,700"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
 
+from ...engines.contract import Ranks
 from ...errors import RankStuck, RankTimeout, text_of
 from ...notebook.shell import shell
 from ...system.free_memory import lack_of_address_space
@@ -18,6 +19,13 @@ LONG_START = 30.0
 LONG_CALL, MUCH_WAITING = 10.0, 0.2
 #: Seconds that the end of an import may take before the cell shows that the stop button waits for it.
 _LONG_END = 0.5
+
+
+def not_started(ranks: Ranks) -> str:
+    """Return the notice about ranks that have not started after `LONG_START` seconds; an empty text if they have."""
+    starting = ranks.starting()
+    end = "If it never ends, stop the call: later calls do without"
+    return starting and f"no ranks after {LONG_START:g} s: {starting}. {end}"
 
 
 class Notices:
@@ -38,11 +46,9 @@ class Notices:
         if self._late or seconds < LONG_START:
             return
         ranks, cell = self._group.ranks, self._group.relay.cell
-        if starting := ranks.starting():
+        if said := not_started(ranks):
             self._late = True
-            cell.notice(
-                f"no ranks after {LONG_START:g} s: {starting}. If it never ends, stop the call: later calls do without"
-            )
+            cell.notice(said)
         late = {rank for rank in pending if rank not in begun and ranks.pids[rank] is not None}
         if late:
             self._late = True

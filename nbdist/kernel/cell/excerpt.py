@@ -102,6 +102,7 @@ class Excerpt:
     def _open(self) -> None:
         try:
             self._file = _new_file()
+            os.chmod(self._file.name, 0o600)  # a umask may have taken the user's own permissions away
             self._kept = f"all: {self._file.name}"
         except OSError as exc:
             self._give_up(exc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import io
+import math
 import reprlib
 import signal
 import time
@@ -26,11 +26,13 @@ from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
+from ...system.free_memory import MeasuredFile
 from ...system.interrupts import NUDGE, NUDGES, interruptible
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
 from ...wire.parcel import Parcel, pack
+from ..calls import notices
 from ..calls.arguments import check_call, check_platform, check_takes
 from ..calls.ending import GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT
 from ..calls.outcomes import load, rebuild
@@ -46,6 +48,7 @@ R = TypeVar("R")
 _BUSY = 0.05
 #: Chunks that a worker has at a time: one that it works on, and the next.
 _AHEAD = 2
+_ITEMS = "the items that a worker gets at once"
 
 
 @entry
@@ -180,6 +183,7 @@ class _Map:
         self._ranks, self._relay = ranks, Relay(ranks)
         self._has: list[deque[_Chunk]] = [deque() for _ in ranks.pids]
         self._board = Board.create(len(self._has))
+        self._late_at = time.monotonic() + notices.LONG_START
 
     def run(self) -> list[Any]:
         """Return the values. Raises the first failure, or `KeyboardInterrupt`."""
@@ -197,6 +201,7 @@ class _Map:
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
                         listener.select(AT_A_TIME)
                         self._relay.show_unfinished()
+                        self._say_if_late()
                 except BaseException as exc:
                     self._let_finish(listener, GRACE_AFTER_INTERRUPT)
                     raise exc from None
@@ -205,6 +210,11 @@ class _Map:
                     raise self._error
                 self._show()
         return self._values
+
+    def _say_if_late(self) -> None:
+        if time.monotonic() > self._late_at and (said := notices.not_started(self._ranks)):
+            self._late_at = math.inf
+            self._relay.cell.notice(said)
 
     def _begin(self) -> None:
         environ, seeds = self._ranks.inherited(), draw_seeds()
@@ -248,8 +258,8 @@ class _Map:
             return pack(plain, [])
 
         def write() -> Pickler:
-            has = self._call.names
-            pickler = Pickler(io.BytesIO(), known=self._known, skip=lambda key, name: (key, name) in has, least=KEPT)
+            file, has = MeasuredFile(_ITEMS), self._call.names
+            pickler = Pickler(file, known=self._known, skip=lambda key, name: (key, name) in has, least=KEPT)
             pickler.dump(items)
             return pickler
 
@@ -259,7 +269,7 @@ class _Map:
             raise explain_failure(
                 exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}
             ) from None
-        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, "the items that a worker gets at once")
+        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, _ITEMS)
 
     def _let_finish(self, listener: Listening, grace: float) -> None:
         """Interrupt the workers, and wait `grace` seconds for them to clean up."""

@@ -70,7 +70,7 @@ class Day:
             found = json.loads((path / _JSON).read_text("utf8"))
             if found.pop("format") != _FORMAT or found.pop("version") > _VERSION:
                 raise ValueError("it has a different format, or a later version")
-            return cls(**{**found, "folder": path})
+            return _checked(cls(**{**found, "folder": path}))
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path / _JSON}: not a day of save_day or continue_training: {error}") from error
 
@@ -108,6 +108,16 @@ class Day:
             return f"{text}the first, {self.model_bytes:,} bytes of weights"
         values = "".join(f", {name} {value:.4f}" for name, value in self.metrics.items())
         return f"{text}{self.rows:,} rows{values}; a delta of {self.delta_bytes:,} of {self.model_bytes:,} bytes"
+
+
+def _checked(day: Day) -> Day:
+    """Return `day`, which was read from a file. Raises `TypeError` unless its fields have the types of `Day`."""
+    counts = day.model_bytes, day.rows, day.delta_bytes
+    if not isinstance(day.weights, str) or not all(type(count) is int and count >= 0 for count in counts):
+        raise TypeError(f"`weights` must be a text, bytes and rows must be counts, got {day.weights!r}, {counts}")
+    if not isinstance(day.metrics, dict) or not all(type(value) in (int, float) for value in day.metrics.values()):
+        raise TypeError(f"`metrics` must be numbers by name, got {day.metrics!r}")
+    return day
 
 
 def save_day(folder: str | os.PathLike[str], workflow: Workflow, model: Parallel, *, overwrite: bool = False) -> Day:

@@ -60,6 +60,25 @@ importlib.reload(own_package.inner)
 agree()
 assert own_settings.RATE == 1
 
+
+# %% deleted
+def there():
+    mine = own_settings
+    return hasattr(mine, "RATE"), hasattr(mine.Net, "width"), hasattr(mine, "EXTRA")
+
+
+own_settings.EXTRA = 1
+assert there() == session.run(there) == in_ddp(1, there) == (True, True, True)
+del own_settings.RATE, own_settings.Net.width, own_settings.EXTRA
+for _ in range(2):
+    assert there() == session.run(there) == in_ddp(1, there) == (False, False, False), session.run(there)
+own_settings.RATE = 3
+assert there() == session.run(there) == (True, False, False)
+del own_settings.RATE
+assert there() == session.run(there) == (False, False, False)
+importlib.reload(own_settings)
+agree()
+
 # %% a method of a class
 import warnings
 

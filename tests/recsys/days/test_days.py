@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,19 @@ def test_what_makes_no_sense_is_refused_early(sessions: Sessions, tmp_path: Path
     (tmp_path / "0" / "day.json").write_text("{}")
     with pytest.raises(ValueError, match=r"day\.json: not a day of save_day"):
         Day.load(tmp_path / "0")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weights": ["x"]}, {"rows": -1}, {"model_bytes": "8"}, {"metrics": {"loss": "x"}}, {"metrics": []}, {"a": 1}],
+)
+def test_every_field_of_a_day_from_elsewhere_is_checked(wrong: dict[str, Any], tmp_path: Path) -> None:
+    whole = {"format": "nbdist.recsys.days", "version": 1, "folder": None, "weights": "x", "model_bytes": 8}
+    (tmp_path / "day.json").write_text(json.dumps(whole))
+    assert Day.load(tmp_path).model_bytes == 8
+    (tmp_path / "day.json").write_text(json.dumps(whole | wrong))
+    with pytest.raises(ValueError, match=r"day\.json: not a day of save_day"):
+        Day.load(tmp_path)
 
 
 def test_files_of_a_log_are_followed_once_they_are_complete(tmp_path: Path) -> None:

@@ -58,3 +58,6 @@ with open(sys.argv[1], "w") as found, nbdist.Session(2) as session:
     future.cancel()
     print(session.run(lambda: 5), os.path.exists(sys.argv[1] + ".saved"), file=found)
     print(nbdist.parallel_map(lambda x: 2 * x, range(3), 2, progress=False), file=found)
+    if sys.argv[2]:
+        with nbdist.Session(1, name="sandboxed", devices="cpu") as named:
+            print(named.run(lambda: 7), nbdist.attach("sandboxed").run(lambda: 8), file=found)
