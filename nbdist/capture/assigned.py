@@ -9,9 +9,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from .modules import own_file
+from .foreign import PLAIN, contents, is_a
+from .modules import own_file, own_sources
 from .names import importable
-from .need import NewCells, main_namespace
+from .need import main_namespace
+from .new_cells import NewCells
 
 #: A class or module, the name of its attribute, and what the notebook has put there.
 Patch = tuple[type | types.ModuleType, str, Any]
@@ -22,10 +24,13 @@ NO_LIBRARIES = {"__main__", "__mp_main__", "sys"}
 _OF_SYS = {"argv", "dont_write_bytecode", "excepthook", "tracebacklimit", "unraisablehook"}
 #: Packages whose settings have their own way, or that are nbdist's.
 _NEVER = {"torch", "matplotlib", "IPython", "ipykernel", "warnings", __name__.partition(".")[0]}
+_CODE = (types.FunctionType, type, types.ModuleType)
 _MISSING = object()
 
 #: Names, of a variable first: of what an attribute's attribute is set.
 Chain = tuple[str, ...]
+#: What follows the name of a variable of which a method is called.
+CALLED: Chain = ("()",)
 
 
 class Assigned:
@@ -35,20 +40,41 @@ class Assigned:
     def __init__(self) -> None:
         self._cells = NewCells()
         self._chains: dict[Chain, None] = {}
+        self._called: dict[str, None] = {}
+        """The variables of which cells call a method."""
 
     def find(self) -> Iterator[Patch]:
         """Yield the attributes that the notebook has set in modules and classes that ranks import."""
         for cell in self._cells.take():
-            self._chains.update(dict.fromkeys(assigned_in(cell)))
+            for chain in assigned_in(cell):
+                if chain[1:] == CALLED:
+                    self._called[chain[0]] = None
+                else:
+                    self._chains[chain] = None
         for chain in self._chains:
             with contextlib.suppress(Exception):  # what a metaclass raises, say: it is only help
                 patch = _look_up(chain)
                 if patch is not None:
                     yield patch
+        yield from self._find_shared()
+
+    def _find_shared(self) -> Iterator[Patch]:
+        """Yield the objects of the user's own modules that a cell changes through a variable of its own, as after `from
+        settings import RATES`."""
+        places = _objects_of_own_modules()
+        if not places:
+            return
+        main = main_namespace()
+        for root in {chain[0]: None for chain in self._chains}:
+            yield from places.get(id(main.get(root)), ())
+        for root in self._called:  # a method of a container changes it, most others do not
+            if is_a(main.get(root), (dict, list, set)):
+                yield from places.get(id(main[root]), ())
 
 
 def assigned_in(cell: str) -> Iterator[Chain]:
-    """Yield the attributes that a cell assigns, changes or fills outside functions."""
+    """Yield the attributes that a cell assigns, changes or fills outside functions, and the variables of which it calls
+    a method."""
     if "." not in cell and "setattr" not in cell:
         return
     try:
@@ -66,13 +92,13 @@ def assigned_in(cell: str) -> Iterator[Chain]:
             target = node.func  # settings.RATES.update(...)
         chain = _chain(target) if target is not None else ()
         if isinstance(node, ast.Call) and chain:
-            chain = (*chain[:-1], "")  # a method changes its object, and is not what is assigned
+            chain = (*chain[:-1], "") if len(chain) > 2 else (*chain[:-1], *CALLED)  # a method changes its object
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
             name = node.args[1] if len(node.args) == 3 else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 chain = _chain(node.args[0])
                 chain = (*chain, name.value) if chain else ()
-        if len(chain) > (2 if isinstance(node, ast.Call) and target is not None else 1):
+        if len(chain) > 1:
             yield chain
         nodes += ast.iter_child_nodes(node)
 
@@ -129,3 +155,13 @@ def _may_be_patched(owner: Any) -> bool:
 def _is_own(owner: type | types.ModuleType) -> bool:
     name = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
     return own_file(sys.modules.get(name), name) is not None
+
+
+def _objects_of_own_modules() -> dict[int, list[Patch]]:
+    """Return the objects in the user's own modules by their ids, without functions, classes and modules."""
+    found: dict[int, list[Patch]] = {}
+    for module in [sys.modules[name] for name in own_sources() if name in sys.modules]:
+        for name, value in list(contents(module).items()):
+            if type(value) not in PLAIN and not is_a(value, _CODE) and not name.startswith("__"):
+                found.setdefault(id(value), []).append((module, name, value))
+    return found

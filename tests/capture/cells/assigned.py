@@ -41,6 +41,16 @@ own_settings.RATE += 1
 own_settings.Net.width = 7
 agree()
 
+# %% variables with a module's objects
+from own_settings import SIZES, net
+from own_settings import SIZES as by_another_name
+
+SIZES["c"] = [4]
+net.width = 6
+agree()
+by_another_name.pop("c")
+agree()
+
 # %% the same cell
 capwords = string.capwords
 session.run(answer)
