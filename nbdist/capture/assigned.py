@@ -9,8 +9,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from .foreign import PLAIN, contents, is_a
-from .modules import own_file, own_sources
+from .foreign import is_a
+from .modules import objects_of_own_modules, own_file
 from .names import importable
 from .need import main_namespace
 from .new_cells import NewCells
@@ -24,7 +24,6 @@ NO_LIBRARIES = {"__main__", "__mp_main__", "sys"}
 _OF_SYS = {"argv", "dont_write_bytecode", "excepthook", "tracebacklimit", "unraisablehook"}
 #: Packages whose settings have their own way, or that are nbdist's.
 _NEVER = {"torch", "matplotlib", "IPython", "ipykernel", "warnings", __name__.partition(".")[0]}
-_CODE = (types.FunctionType, type, types.ModuleType)
 _MISSING = object()
 
 #: Names, of a variable first: of what an attribute's attribute is set.
@@ -61,21 +60,22 @@ class Assigned:
     def _find_shared(self) -> Iterator[Patch]:
         """Yield the objects of the user's own modules that a cell changes through a variable of its own, as after `from
         settings import RATES`."""
-        places = _objects_of_own_modules()
+        places = objects_of_own_modules()
         if not places:
             return
         main = main_namespace()
-        for root in {chain[0]: None for chain in self._chains}:
-            yield from places.get(id(main.get(root)), ())
-        for root in self._called:  # a method of a container changes it, most others do not
-            if is_a(main.get(root), (dict, list, set)):
-                yield from places.get(id(main[root]), ())
+        changed = {chain[0]: None for chain in self._chains}
+        # A method of a container changes it, most others change nothing.
+        changed.update((root, None) for root in self._called if is_a(main.get(root), (dict, list, set)))
+        for value in [main[root] for root in changed if root in main]:
+            for module, name in places.get(id(value), ()):
+                yield sys.modules[module], name, value
 
 
 def assigned_in(cell: str) -> Iterator[Chain]:
     """Yield the attributes that a cell assigns, changes or fills outside functions, and the variables of which it calls
     a method."""
-    if "." not in cell and "setattr" not in cell:
+    if not any(mark in cell for mark in (".", "[", "setattr")):
         return
     try:
         nodes: list[ast.AST] = list(ast.parse(cell).body)
@@ -155,13 +155,3 @@ def _may_be_patched(owner: Any) -> bool:
 def _is_own(owner: type | types.ModuleType) -> bool:
     name = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
     return own_file(sys.modules.get(name), name) is not None
-
-
-def _objects_of_own_modules() -> dict[int, list[Patch]]:
-    """Return the objects in the user's own modules by their ids, without functions, classes and modules."""
-    found: dict[int, list[Patch]] = {}
-    for module in [sys.modules[name] for name in own_sources() if name in sys.modules]:
-        for name, value in list(contents(module).items()):
-            if type(value) not in PLAIN and not is_a(value, _CODE) and not name.startswith("__"):
-                found.setdefault(id(value), []).append((module, name, value))
-    return found
