@@ -28,7 +28,7 @@ _MISSING = object()
 
 #: Names, of a variable first: of what an attribute's attribute is set.
 Chain = tuple[str, ...]
-#: What follows the name of a variable of which a method is called.
+#: What follows the name of a variable if a cell calls a method of its value.
 CALLED: Chain = ("()",)
 
 
@@ -40,7 +40,7 @@ class Assigned:
         self._cells = NewCells()
         self._chains: dict[Chain, None] = {}
         self._called: dict[str, None] = {}
-        """The variables of which cells call a method."""
+        """The variables whose methods cells call."""
 
     def find(self) -> Iterator[Patch]:
         """Yield the attributes that the notebook has set in modules and classes that ranks import."""
@@ -73,8 +73,8 @@ class Assigned:
 
 
 def assigned_in(cell: str) -> Iterator[Chain]:
-    """Yield the attributes that a cell assigns, changes or fills outside functions, and the variables of which it calls
-    a method."""
+    """Yield the attributes that a cell assigns, changes or fills outside functions, and the variables whose methods it
+    calls."""
     if not any(mark in cell for mark in (".", "[", "setattr")):
         return
     try:
