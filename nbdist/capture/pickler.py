@@ -109,7 +109,7 @@ class Pickler(DefinitionPickler):
         if torch is not None and (reduction := self._reduce_torch(torch, obj)) is not None:
             return reduction
         if self._says_copies:
-            shared.warn_of_trial(obj)
+            shared.warn_of_study(obj)
         if callable(obj) and (module := text(obj, "__module__")) in sys.modules and module != "__main__":
             self.modules.add(module)  # such as a compiled function's, which is found by its name
         return reducers.reduce_delegating(obj) or super().reducer_override(obj)
