@@ -35,12 +35,13 @@ class NewCells:
         """Return the lines of the current cell, or of the script, that may have run since the last use.
 
         These are all lines if a place is reached again, as in a loop: each time if `again`, otherwise once per place.
+        A cell of a magic is one place.
         """
         lines, last, here = self._current, self._line, _line()
         self._line = max(last, here)
         if here > last:
             return "\n".join(lines[max(last - 1, 0) : here])
-        if here in self._repeated and not again and len(lines) > 1:  # one line: it may be a magic with its own lines
+        if here in self._repeated and not again:
             return ""
         self._repeated.add(here)
         return "\n".join(lines)
