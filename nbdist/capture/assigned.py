@@ -9,9 +9,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from .modules import own_file
+from .foreign import is_a
+from .modules import objects_of_own_modules, own_file
 from .names import importable
-from .need import NewCells, main_namespace
+from .need import main_namespace
+from .new_cells import NewCells
 
 #: A class or module, the name of its attribute, and what the notebook has put there.
 Patch = tuple[type | types.ModuleType, str, Any]
@@ -24,6 +26,8 @@ _OF_SYS = {"argv", "dont_write_bytecode", "excepthook", "tracebacklimit", "unrai
 _NEVER = {"torch", "matplotlib", "IPython", "ipykernel", "warnings", __name__.partition(".")[0]}
 #: Names, of a variable first: of what an attribute's attribute is set.
 Chain = tuple[str, ...]
+#: What follows the name of a variable if a cell calls a method of its value.
+CALLED: Chain = ("()",)
 
 
 class Gone:
@@ -37,21 +41,43 @@ class Assigned:
     def __init__(self) -> None:
         self._cells = NewCells()
         self._chains: dict[Chain, None] = {}
+        self._called: dict[str, None] = {}
+        """The variables whose methods cells call."""
 
     def find(self) -> Iterator[Patch]:
         """Yield the attributes that the notebook has set in modules and classes that ranks import."""
         for cell in self._cells.take():
-            self._chains.update(dict.fromkeys(assigned_in(cell)))
+            for chain in assigned_in(cell):
+                if chain[1:] == CALLED:
+                    self._called[chain[0]] = None
+                else:
+                    self._chains[chain] = None
         for chain in self._chains:
             with contextlib.suppress(Exception):  # what a metaclass raises, say: it is only help
                 patch = _look_up(chain)
                 if patch is not None:
                     yield patch
+        yield from self._find_shared()
+
+    def _find_shared(self) -> Iterator[Patch]:
+        """Yield the objects of the user's own modules that a cell changes through a variable of its own, as after `from
+        settings import RATES`."""
+        places = objects_of_own_modules()
+        if not places:
+            return
+        main = main_namespace()
+        changed = {chain[0]: None for chain in self._chains}
+        # A method of a container changes it, most others change nothing.
+        changed.update((root, None) for root in self._called if is_a(main.get(root), (dict, list, set)))
+        for value in [main[root] for root in changed if root in main]:
+            for module, name in places.get(id(value), ()):
+                yield sys.modules[module], name, value
 
 
 def assigned_in(cell: str) -> Iterator[Chain]:
-    """Yield the attributes that a cell assigns, changes or fills outside functions."""
-    if "." not in cell and "setattr" not in cell:
+    """Yield the attributes that a cell assigns, changes or fills outside functions, and the variables whose methods it
+    calls."""
+    if not any(mark in cell for mark in (".", "[", "setattr")):
         return
     try:
         nodes: list[ast.AST] = list(ast.parse(cell).body)
@@ -68,13 +94,13 @@ def assigned_in(cell: str) -> Iterator[Chain]:
             target = node.func  # settings.RATES.update(...)
         chain = _chain(target) if target is not None else ()
         if isinstance(node, ast.Call) and chain:
-            chain = (*chain[:-1], "")  # a method changes its object, and is not what is assigned
+            chain = (*chain[:-1], "") if len(chain) > 2 else (*chain[:-1], *CALLED)  # a method changes its object
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
             name = node.args[1] if len(node.args) == 3 else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 chain = _chain(node.args[0])
                 chain = (*chain, name.value) if chain else ()
-        if len(chain) > (2 if isinstance(node, ast.Call) and target is not None else 1):
+        if len(chain) > 1:
             yield chain
         nodes += ast.iter_child_nodes(node)
 

@@ -24,7 +24,7 @@ from .depth import with_large_stack
 from .diagnosis import explain_failure
 from .foreign import contents, is_a, text
 from .imports import modules_named, names_given
-from .modules import own_file, own_sources
+from .modules import objects_of_own_modules, own_file, own_sources
 from .names import namespace_key
 from .need import main_namespace
 from .pickler import Pickler
@@ -80,6 +80,7 @@ def capture_call(
         places=_places([*pickler.modules, *alongside]),
         own_sources=own_sources(),
         gone=_gone(pickler),
+        in_modules=_in_modules(pickler),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, _DATA)
     modules = pickler.modules | set(alongside) | (sender.modules() if settings else set())
@@ -156,6 +157,13 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
     defined = (obj.__qualname__.partition(".")[0] for obj in pickler.originals if hasattr(obj, "__qualname__"))
     _taken.update(name for name in (*pickler.captured, *defined) if name in main)
     return tuple(name for name in _taken.copy() if name not in main)
+
+
+def _in_modules(pickler: Pickler) -> dict[str, list[tuple[str, str]]]:
+    """Return the places in the user's own modules of the objects that `pickler` has sent, by variable."""
+    captured, places = pickler.captured, objects_of_own_modules()
+    names = [name for key, name in pickler.used if key == "__main__" and name in captured] if places else []
+    return {name: places[id(captured[name])] for name in names if id(captured[name]) in places}
 
 
 def _in_order(names: set[str]) -> tuple[str, ...]:

@@ -48,10 +48,17 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | 
 def explain_unreadable(exc: Unreadable, where: str) -> CaptureError:
     """Return a `CaptureError` for a failure to read the pickle; `where` is the reader."""
     (name,), cause = exc.args, exc.__cause__ or exc
-    return CaptureError(
-        f"{name} cannot be read in {where} ({type(cause).__name__}: {text_of(cause)}): it depends on something that "
-        f"exists only where it was made. Make it where it is used, or pass the values that it is made from."
-    )
+    if isinstance(cause, (ImportError, SyntaxError)):
+        why = (
+            "it needs a module that cannot be imported there. The module's file may be gone, or edited after the "
+            "notebook has imported it; a package must be installed there."
+        )
+    else:
+        why = (
+            "it depends on something that exists only where it was made. Make it where it is used, or pass the values "
+            "that it is made from."
+        )
+    return CaptureError(f"{name} cannot be read in {where} ({type(cause).__name__}: {text_of(cause)}): {why}")
 
 
 def culprit_of(what: str, value: Any, instead: Mapping[int, Any]) -> tuple[str, Any]:

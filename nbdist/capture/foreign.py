@@ -15,6 +15,13 @@ from ..errors import text_of
 
 T = TypeVar("T")
 
+#: Types whose instances hold nothing of the notebook's. Most values in classes and containers are of these.
+PLAIN: frozenset[type] = frozenset(
+    {str, bytes, int, float, bool, type(None), types.BuiltinFunctionType}
+    | {types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType}
+    | {types.GetSetDescriptorType, types.MemberDescriptorType}
+)
+
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _dict_of_type: Any = type.__dict__["__dict__"]
 _said: set[str] = set()

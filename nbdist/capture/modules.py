@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from ..notebook.shell import after_each_cell, autoreloaded
 from ..system.interpreter import INSTALLED
-from .foreign import contents
+from .foreign import PLAIN, contents, is_a
 
+_CODE = (types.FunctionType, type, types.ModuleType)
 _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
 _seen: set[str] = set()
@@ -66,6 +67,17 @@ def own_sources() -> dict[str, tuple[str, int]]:
             _executed[name] = now
             sources[name] = file, now.checksum
         return sources
+
+
+def objects_of_own_modules() -> dict[int, list[tuple[str, str]]]:
+    """Return, by the ids of the objects in the user's own modules, their places: module and attribute. Functions,
+    classes and modules are left out."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for module in own_sources():
+        for name, value in list(contents(sys.modules.get(module)).items()):
+            if type(value) not in PLAIN and not is_a(value, _CODE) and not name.startswith("__"):
+                places.setdefault(id(value), []).append((module, name))
+    return places
 
 
 def own_file(module: types.ModuleType | None, name: str) -> str | None:

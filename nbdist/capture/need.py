@@ -6,11 +6,10 @@ import contextlib
 import keyword
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..checks import nearest, shown
-from ..notebook.shell import shell
 from .foreign import attribute
 from .imports import run_imports
 
@@ -22,31 +21,6 @@ _NAMES = "need must be names of variables (a string or a list), or a mapping nam
 def main_namespace() -> dict[str, Any]:
     """Return the variables of the notebook, or of the script."""
     return sys.modules["__main__"].__dict__
-
-
-def script() -> str:
-    """Return the text of the script that this process runs; empty if it runs none."""
-    file = main_namespace().get("__file__")
-    try:
-        with open(file or "", encoding="utf-8") as source:
-            return source.read()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-class NewCells:
-    """Reader of new code: the cells that were run since its last use, or at the first use the text of a script."""
-
-    def __init__(self) -> None:
-        self._read = 0  # how many cells
-
-    def take(self) -> Sequence[str]:
-        """Return the new texts."""
-        cells = getattr(shell(), "user_ns", {}).get("_ih")
-        if cells is None:
-            cells = [] if self._read else [script()]
-        new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
-        return new
 
 
 def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:

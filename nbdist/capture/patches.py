@@ -11,9 +11,10 @@ from typing import Any
 
 from ..notebook.shell import shell
 from .assigned import NO_LIBRARIES, Assigned, Patch
-from .foreign import contents, is_a, text
+from .foreign import PLAIN, contents, is_a, text
 from .names import importable
 from .need import main_namespace
+from .new_cells import NewCells
 from .refusals import Refusals
 
 #: The attributes that name a class.
@@ -22,12 +23,6 @@ _OF_A_CLASS = ("__module__", "__qualname__")
 _MAY_PATCH = re.compile(
     r"@patch|patch_to|setattr\(|_accessor\(|register_\w+|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE
 )
-#: Types whose instances hold nothing of the notebook's. Most values in classes and containers are of these.
-PLAIN: frozenset[type] = frozenset(
-    {str, bytes, int, float, bool, type(None), types.BuiltinFunctionType}
-    | {types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType}
-    | {types.GetSetDescriptorType, types.MemberDescriptorType}
-)
 
 
 class Patches:
@@ -35,20 +30,18 @@ class Patches:
     cells assign by name are read at each call."""
 
     def __init__(self) -> None:
-        self._looked: Any = None
-        self._read = 0  # how many cells
+        self._cells = NewCells()
         self._wary = False
         self._found: list[Patch] = []
+        self._changed = False  # by the last search
         self._refusals = Refusals()
         self._assigned = Assigned()
 
     def find(self) -> list[Patch]:
         """Return the patches that can be sent; a warning names, once, each one that cannot."""
-        now = getattr(shell(), "execution_count", 0), main_namespace().get("__file__")
-        if now != self._looked:
-            self._looked = now
-            self._found = list(_search()) if self._may_have() else []
-        # Within a cell, too, a patch may be made and taken back.
+        if self._may_have():
+            before, self._found = self._found, list(_search())
+            self._changed = {id(value) for _, _, value in before} != {id(value) for _, _, value in self._found}
         holding = [(owner, name, value) for owner, name, value in self._found if contents(owner).get(name) is value]
         found = {(id(owner), name): (owner, name, value) for owner, name, value in (*holding, *self._assigned.find())}
         # A class that no import gives travels by value, with all that it has, or not at all.
@@ -56,11 +49,12 @@ class Patches:
         return self._refusals.without(patches, place)
 
     def _may_have(self) -> bool:
-        cells = getattr(shell(), "user_ns", {}).get("_ih")
-        if cells is None:
-            return True  # a script: it is looked through once
-        new, self._read = cells[min(self._read, len(cells)) :], len(cells)
-        self._wary = self._wary or any(_MAY_PATCH.search(cell) for cell in new)
+        """Return whether a search may find other patches than the last one."""
+        new = self._cells.take()
+        if not new:
+            return self._wary and _MAY_PATCH.search(self._cells.passed(self._changed)) is not None
+        of_script = "_ih" not in getattr(shell(), "user_ns", {})  # it is searched whatever it says
+        self._wary = self._wary or of_script or any(_MAY_PATCH.search(cell) for cell in new)
         return self._wary
 
 

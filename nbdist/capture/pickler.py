@@ -12,7 +12,7 @@ from typing import Any
 
 from cloudpickle import cloudpickle
 
-from . import big_data, classes, reading, reducers, shared, torch_objects
+from . import big_data, c_libraries, classes, reading, reducers, shared, torch_objects
 from .big_data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
 from .definitions import DefinitionPickler
 from .foreign import text
@@ -99,6 +99,7 @@ class Pickler(DefinitionPickler):
             or reducers.reduce_own(obj)
             or reducers.reduce_widget(obj)
             or shared.reduce_managed(obj)
+            or c_libraries.reduce_library(obj)
             or reduce_training_state(obj)
             or reduce_of_ray(obj)
         )
@@ -108,7 +109,7 @@ class Pickler(DefinitionPickler):
         if torch is not None and (reduction := self._reduce_torch(torch, obj)) is not None:
             return reduction
         if self._says_copies:
-            shared.warn_of_trial(obj)
+            shared.warn_of_study(obj)
         if callable(obj) and (module := text(obj, "__module__")) in sys.modules and module != "__main__":
             self.modules.add(module)  # such as a compiled function's, which is found by its name
         return reducers.reduce_delegating(obj) or super().reducer_override(obj)
@@ -151,7 +152,7 @@ def dumps_plain(value: Any) -> memoryview | None:
 #: What pickles call when they are read: there wherever a reader is.
 _READERS = frozenset(
     value
-    for module in (reading, classes, big_data, reducers, shared, torch_objects, cloudpickle)
+    for module in (reading, classes, big_data, c_libraries, reducers, shared, torch_objects, cloudpickle)
     for value in vars(module).values()
     if isinstance(value, types.FunctionType) and importable(value)
 )

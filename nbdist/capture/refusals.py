@@ -40,11 +40,32 @@ class Refusals:
 
 
 def _why_not(value: Any) -> str:
-    """Return the reason why a value cannot be set in ranks; empty if it can."""
-    pickled, _ = pickle_setting(value)
-    if pickled is None:
+    """Return the reason why a value cannot be set in ranks; empty if it can. Big data are neither copied nor written:
+    each call asks."""
+    pickler = Pickler(_Small(), least=LARGEST, to_cpu=True)
+    try:
+        pickler.dump(value)
+    except _TooLargeError:
+        pass
+    except Exception:
         return "it cannot be sent"
-    return f"it has {len(pickled) / 1e6:.0f} MB" if len(pickled) > LARGEST else ""
+    else:
+        if not pickler.buffers:
+            return ""
+    return f"it has more than {LARGEST >> 20} MB"
+
+
+class _TooLargeError(Exception):
+    """A pickle has more than `LARGEST` bytes."""
+
+
+class _Small(io.BytesIO):
+    """A file for a pickle of at most `LARGEST` bytes."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > LARGEST:
+            raise _TooLargeError
+        return super().write(data)
 
 
 def pickle_setting(value: Any) -> tuple[bytes | None, set[str]]:

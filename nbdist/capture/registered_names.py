@@ -12,8 +12,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .foreign import is_a, text
-from .patches import PLAIN
+from .foreign import PLAIN, is_a, text
 
 #: Functions that put something into a registry.
 _REGISTERS = re.compile(r"regist|set_extension|^(component|factory|define)$")
@@ -26,10 +25,12 @@ class RegisteredNames:
 
     def __init__(self) -> None:
         self._texts: set[str] = set()
+        self._roots: set[str] = set()
+        """The variables whose functions cells call to register something."""
         self._packages: set[str] = set()
 
-    def read(self, cells: Sequence[str], main: dict[str, Any]) -> None:
-        """Read new cells. `main` has the variables whose functions they call."""
+    def read(self, cells: Sequence[str]) -> None:
+        """Read new cells."""
         for cell in cells:
             try:
                 tree = ast.parse(cell)
@@ -39,7 +40,11 @@ class RegisteredNames:
             self._texts.update(
                 node.value for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str
             )
-            self._packages.update(_package_of(main.get(root)) for root in _registering(tree))
+            self._roots.update(_registering(tree))
+
+    def find_packages(self, main: dict[str, Any]) -> None:
+        """Find the packages in whose registries cells put something. `main` has the notebook's variables."""
+        self._packages.update(_package_of(main[root]) for root in self._roots if root in main)
         self._packages.difference_update(_NEVER)
 
     def in_package(self, package: str) -> set[str]:

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .assigned import NO_LIBRARIES
-from .foreign import contents, is_a, text
+from .foreign import PLAIN, contents, is_a, text
 from .names import importable
-from .need import NewCells, main_namespace
-from .patches import PLAIN, classes
+from .need import main_namespace
+from .new_cells import NewCells
+from .patches import classes
 from .refusals import Refusals
 from .registered_names import RegisteredNames, may_be
 
@@ -71,19 +72,25 @@ class Registries:
 
     def __init__(self) -> None:
         self._cells = NewCells()
+        self._registers = False  # the latest cells may
         self._functions: set[str] = set()
         """The functions that are defined in cells and may register something: a later cell may call them."""
         self._names = RegisteredNames()
         self._found: list[Entry] = []
+        self._changed = False  # by the last search
         self._refusals = Refusals()
 
     def find(self) -> list[Entry]:
         """Return the notebook's entries in registries of libraries that can be sent. Each registry with an entry that
         cannot be sent is named in one warning."""
         new = self._cells.take()
-        self._names.read(new, main_namespace())
-        if any(self._may_register(cell) for cell in new):
-            self._found = list(_search(self._names))
+        if new:
+            self._names.read(new)
+            self._registers = any([self._may_register(cell) for cell in new])
+        if self._registers and (new or self._may_register(self._cells.passed(self._changed))):
+            self._names.find_packages(main_namespace())
+            before, self._found = self._found, list(_search(self._names))
+            self._changed = {id(entry.value) for entry in before} != {id(entry.value) for entry in self._found}
         return self._refusals.without([entry for entry in self._found if _holds(entry)], Entry.place)
 
     def _may_register(self, cell: str) -> bool:

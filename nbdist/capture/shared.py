@@ -96,16 +96,16 @@ def _warn_of_copy(what: str, maker: str) -> None:
     )
 
 
-def warn_of_trial(obj: Any) -> None:
-    """Warn if `obj` is a trial of an Optuna study in this process's memory."""
-    trials: Any = sys.modules.get("optuna.trial")
+def warn_of_study(obj: Any) -> None:
+    """Warn if `obj` is an Optuna study in this process's memory, which a trial of it has, too."""
+    studies: Any = sys.modules.get("optuna.study")
     storages: Any = sys.modules.get("optuna.storages")
-    if trials is None or storages is None or type(obj) is not trials.Trial:
+    if studies is None or storages is None or type(obj) is not studies.Study:
         return
-    if isinstance(obj.study._storage, storages.InMemoryStorage):
+    if isinstance(obj._storage, storages.InMemoryStorage):
         warnings.warn(
-            f"trial {obj.number} of an Optuna study in memory is sent as a copy: what ranks suggest and report, the "
-            f"study does not see. Suggest before the call and use what it returns, or give the study a storage: "
-            f"optuna.create_study(storage='sqlite:///study.db')",
+            "an Optuna study in memory is sent as a copy: what ranks suggest and report to a trial of it, and trials "
+            "that they begin, the study does not see. Suggest before the call and use what it returns, or give the "
+            "study a storage: optuna.create_study(storage='sqlite:///study.db')",
             stacklevel=2,
         )

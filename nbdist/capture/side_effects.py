@@ -19,7 +19,8 @@ from typing import Any
 
 from ..errors import text_of
 from .foreign import contents, text
-from .need import NewCells, main_namespace
+from .need import main_namespace
+from .new_cells import NewCells
 from .patches import classes
 
 _NEVER = frozenset(["torch", __name__.partition(".")[0], *sys.stdlib_module_names])

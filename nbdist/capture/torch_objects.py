@@ -44,6 +44,8 @@ def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
         return reduction or _reduce_parametrized(obj) or _reduce_graph(torch, obj)
     if type(obj) is torch.jit.ScriptFunction:
         return _reduce_script(torch, obj, to_cpu)
+    if isinstance(obj, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _reduce_named(torch, obj)
     exported = sys.modules.get("torch.export.exported_program")
     if exported is not None and type(obj) is exported.ExportedProgram:
         file = io.BytesIO()
@@ -253,3 +255,20 @@ def _register(operator: Any, state: tuple[Any, ...]) -> None:
         operator.register_vmap(vmap)
     for device, dtype in casts.items():
         operator.register_autocast(device, dtype)
+
+
+def _reduce_named(torch: Any, obj: Any) -> Reduction:
+    """Return the reduction of an operator of `torch.ops` (`torch.ops.aten.add`, or `.Tensor` of it), which is found by
+    its name."""
+    overload = obj._overloadname if isinstance(obj, torch._ops.OpOverload) else ""
+    name = obj._schema.name if overload else obj._qualified_op_name
+    own = operators_named(name.split("::"))  # of a cell: it has to be there first
+    return _named, (own, name, overload)
+
+
+def _named(operators: list[Any], name: str, overload: str) -> Any:
+    import torch
+
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator)
+    return getattr(packet, overload) if overload else packet

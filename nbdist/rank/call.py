@@ -96,6 +96,10 @@ class Caller:
             _, fn, args, kwargs, self.originals = read(pickled, buffers, originals=[], keep=keep)
         except Unreadable as exc:
             raise explain_unreadable(exc, where) from exc.__cause__
+        for name, places in header.in_modules.items():
+            for module, attribute in places:
+                if module in sys.modules and name in vars(shell.main):
+                    setattr(sys.modules[module], attribute, vars(shell.main)[name])
         return fn, args, kwargs
 
 

@@ -98,6 +98,9 @@ class Header:
     source."""
     gone: Sequence[str] = ()
     """Variables that earlier calls have sent, and that the notebook no longer has."""
+    in_modules: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """For variables whose object the user's own modules have, too, as after `from settings import RATES`: each module
+    and its attribute."""
 
 
 @dataclass(frozen=True)

@@ -31,3 +31,4 @@ def test_outputs_of_earlier_cells_are_sent(cell: Cell) -> None:
 
 def test_an_object_that_a_rank_cannot_unpickle_is_named(cell: Cell) -> None:
     cell(REFUSALS["what cannot be read in a rank"])
+    cell(REFUSALS["a module whose file is gone"])

@@ -21,25 +21,26 @@ def test_a_warning_names_objects_in_shared_memory(cell: Cell, case: str) -> None
     cell(CELLS[case])
 
 
-class Trial:
-    """Trial with the attributes of Optuna's that are read."""
+class Study:
+    """Study with the attribute of Optuna's that is read."""
 
     def __init__(self, storage: Any) -> None:
-        self.number, self.study = 3, types.SimpleNamespace(_storage=storage)
+        self._storage = storage
 
 
 class InMemoryStorage:
     pass
 
 
-def test_a_warning_says_that_an_optuna_trial_is_a_copy(
+def test_a_warning_says_that_an_optuna_study_is_a_copy(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setitem(sys.modules, "optuna.trial", types.SimpleNamespace(Trial=Trial))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "optuna.study", types.SimpleNamespace(Study=Study))  # type: ignore[arg-type]
     storages = types.SimpleNamespace(InMemoryStorage=InMemoryStorage)
     monkeypatch.setitem(sys.modules, "optuna.storages", storages)  # type: ignore[arg-type]
-    Pickler(io.BytesIO(), says_copies=True).dump(Trial("a file"))
-    Pickler(io.BytesIO()).dump(Trial(InMemoryStorage()))
+    trial = types.SimpleNamespace(study=Study(InMemoryStorage()))
+    Pickler(io.BytesIO(), says_copies=True).dump(Study("a file"))
+    Pickler(io.BytesIO()).dump(trial)
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="trial 3 of an Optuna study in memory is sent as a copy"):
-        Pickler(io.BytesIO(), says_copies=True).dump(Trial(InMemoryStorage()))
+    with pytest.warns(UserWarning, match="an Optuna study in memory is sent as a copy"):
+        Pickler(io.BytesIO(), says_copies=True).dump(trial)

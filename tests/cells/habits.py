@@ -1274,3 +1274,30 @@ def validated():
 with warnings.catch_warnings():
     warnings.simplefilter("error")
     assert in_ddp(1, validated) == (4, 3)
+
+# %% A library that ctypes has loaded, and its functions
+# happens: A rank loads the library again. Functions have the types that cells have set.
+# reported: uqfoundation/dill#342, uqfoundation/pathos#307, pytorch/pytorch#83065
+import ctypes
+
+from nbdist import parallel_map
+
+library = ctypes.CDLL(None)
+library.atof.restype, library.atof.argtypes = ctypes.c_double, [ctypes.c_char_p]
+labs = library.labs
+
+
+class Agent:
+    def __init__(self):
+        self.library = library
+
+
+agent = Agent()
+
+
+def numbers():
+    return library.atof(b"1.5"), labs(-3), agent.library is library, library.labs is labs
+
+
+assert in_ddp(1, numbers) == numbers() == (1.5, 3, True, True)
+assert parallel_map(labs, [-1, -2], workers=1, progress=False) == [1, 2]

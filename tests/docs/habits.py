@@ -77,6 +77,21 @@ ELSEWHERE = [
     ),
     (
         "capture/cells/settings.py",
+        "what a cell registers and patches after a call",
+        "A colormap that is registered, or a class of a library that is patched, after a call of the same cell or in a "
+        "loop with calls",
+        "The next call has it.",
+        "ray-project/ray#12627",
+    ),
+    (
+        "capture/cells/assigned.py",
+        "variables with a module's objects",
+        "An object of one's own module, changed after `from settings import OPTIONS`",
+        "Functions of the module have the notebook's values in ranks, too, and both names lead to one object.",
+        "ray-project/ray#15946, wmayner/pyphi#38",
+    ),
+    (
+        "capture/cells/settings.py",
         "modes of Python",
         "A hook or mode of Python: `os.umask`, `gc.disable()`, a handler of SIGUSR1, `sys.argv`, a name in `builtins`",
         "It holds in ranks, and is taken back with the notebook's.",

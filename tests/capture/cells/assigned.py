@@ -41,6 +41,31 @@ own_settings.RATE += 1
 own_settings.Net.width = 7
 agree()
 
+# %% variables with a module's objects
+from own_settings import SIZES, net
+from own_settings import SIZES as by_another_name
+
+SIZES["c"] = [4]
+net.width = 6
+agree()
+by_another_name.pop("c")
+agree()
+
+
+def through_a_variable():
+    SIZES["d"] = [5]
+    return own_settings.SIZES == {**SIZES, "d": [5]} and own_settings.net is net
+
+
+def change():
+    by_another_name["e"] = net.width = 7
+
+
+change()
+assert through_a_variable() and (session.run(through_a_variable), in_ddp(1, through_a_variable)) == (True, True)
+SIZES.pop("d")
+agree()
+
 # %% the same cell
 capwords = string.capwords
 session.run(answer)

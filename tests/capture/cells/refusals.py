@@ -30,6 +30,25 @@ except CaptureError as exc:
 else:
     raise AssertionError("sent")
 
+# %% a module whose file is gone
+import pathlib
+import sys
+
+pathlib.Path("short_lived.py").write_text("def number(): return 1\n")
+sys.path.insert(0, "")
+import short_lived
+
+pathlib.Path("short_lived.py").unlink()
+try:
+    in_ddp(1, lambda: short_lived.number())
+except CaptureError as exc:
+    assert "No module named 'short_lived'" in str(exc) and "a module that cannot be imported there" in str(exc), exc
+else:
+    raise AssertionError("imported")
+finally:
+    sys.path.remove("")
+    del sys.modules["short_lived"]
+
 # %% what cannot be read in a rank
 import os
 

@@ -378,6 +378,69 @@ finally:
     copyreg.dispatch_table.pop(Money, None)
     _pytree.SUPPORTED_NODES.pop(Money, None)
 
+# %% what a cell registers and patches after a call
+import copyreg
+import fractions
+
+import matplotlib
+from matplotlib.colors import ListedColormap
+
+from nbdist.capture import patches, registries
+
+
+class Money:
+    pass
+
+
+def patch_to(owner):
+    def put(fn):
+        setattr(owner, fn.__name__, fn)
+        return fn
+
+    return put
+
+
+def register_late():
+    copyreg.pickle(fractions.Fraction, lambda number: (Money, ()))
+
+
+def colormaps():
+    return list(matplotlib.colormaps)
+
+
+searches = []
+
+
+def counted(search):
+    return lambda *args: (searches.append(search), search(*args))[1]
+
+
+with Session(1) as session:
+    assert session.run(lambda: Money in copyreg.dispatch_table) is False
+    copyreg.pickle(Money, lambda money: (Money, ()))
+    assert session.run(lambda: Money in copyreg.dispatch_table) is True
+
+    @patch_to(fractions.Fraction)
+    def twice(self):
+        return 2 * self
+
+    assert session.run(lambda: fractions.Fraction(1, 4).twice()) == fractions.Fraction(1, 2)
+    for name in ["one color", "two colors", "three colors"]:
+        matplotlib.colormaps.register(ListedColormap(["red"], name=name))
+        assert name in session.run(colormaps)
+        matplotlib.colormaps.unregister(name)
+    assert not {"one color", "two colors", "three colors"}.intersection(session.run(colormaps))
+    register_late()
+    assert session.run(lambda: fractions.Fraction in copyreg.dispatch_table) is True
+    del copyreg.dispatch_table[Money], copyreg.dispatch_table[fractions.Fraction], fractions.Fraction.twice
+    both = patches._search, registries._search
+    patches._search, registries._search = map(counted, both)
+    for step in range(5):
+        session.note = step
+        session.run(str, register_late.__name__)  # may register, and does not
+    assert len(searches) <= 4, searches
+    patches._search, registries._search = both
+
 # %% an entry that cannot be sent
 import copyreg
 import warnings

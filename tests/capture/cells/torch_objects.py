@@ -19,6 +19,10 @@ assert in_ddp(2, seed_everything, 3) == expected
 assert in_ddp(1, lambda: (aten.add(torch.ones(1), 1).item(), six.moves.urllib.parse.quote("a b"))) == (2.0, "a%20b")
 with Session(1) as session:
     assert session.run(seed_everything, 3) == expected
+    named = {"packet": aten.mul, "overload": aten.add.Tensor}
+    assert session.run(lambda: named["packet"](named["overload"](torch.ones(1), 2), 3).item()) == 9.0
+    packet, overload = session.run(lambda: [torch.ops.aten.mul, torch.ops.aten.add.Tensor])
+    assert packet is aten.mul and overload is aten.add.Tensor
 
 # %% TorchScript: functions, traced models, and parameters that an optimizer has
 import torch
@@ -75,6 +79,8 @@ def gradient():
 
 
 assert in_ddp(1, lambda: torch.ops.cells.triple(torch.ones(1)).item()) == 3.0
+overload = torch.ops.cells.triple.default
+assert in_ddp(1, lambda: overload(torch.ones(1)).item()) == 3.0
 with Session(2) as session:
     assert session.run(gradient) == session.run(gradient) == (3.0, 3.0)
     assert session.run(lambda: [triple])[0] is triple
