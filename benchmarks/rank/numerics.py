@@ -231,7 +231,7 @@ def main() -> None:
     lines = [
         "# What the checks of numbers cost",
         "",
-        f"CPU time of a step on rank 0, over all threads: a click model of the size in notebook 05, {BATCH:,} rows in a "
+        f"CPU time of a step on rank 0, over all threads: a click model of notebook 05's size, {BATCH:,} rows in a "
         f"batch of each rank; CPU ranks: {options.ranks}. The check `nan` is switched on and off from step to step, in "
         f"random order in one process; the cost is the ratio of the medians, minus 1, with its 95% interval (drawn "
         f"again 1,000 times). `none again` is a second kind of steps without the check: it differs by chance alone. "
