@@ -25,8 +25,6 @@ from nbdist.kernel.session import executor_of
 
 #: Ranks of each measurement.
 RANKS = (80, 1_000, 10_000)
-#: Calls of each kind, which take turns.
-TURNS = 5
 #: The largest CPU time of the kernel for the output of 10,000 ranks, in seconds.
 BAR = 2.0
 
@@ -60,7 +58,7 @@ def driver_seconds(pid: int) -> float:
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
-def measure(ranks: int, folder: str) -> dict[str, list[float]]:
+def measure(ranks: int, turns: int, folder: str) -> dict[str, list[float]]:
     """Return CPU seconds of a no-op call, and of a call in which each rank prints."""
     flag = Path(folder, "prints")
     os.environ[PRINTS] = str(flag)
@@ -77,7 +75,7 @@ def measure(ranks: int, folder: str) -> dict[str, list[float]]:
             group = executor_of(session).group
             assert group is not None
             pid = group.ranks.driver.process.pid  # type: ignore[attr-defined]
-            for _ in range(TURNS):
+            for _ in range(turns):
                 for name, prints in (("call", False), ("output", True)):
                     flag.touch() if prints else flag.unlink(missing_ok=True)
                     cell = Shown()
@@ -91,7 +89,7 @@ def measure(ranks: int, folder: str) -> dict[str, list[float]]:
     return found
 
 
-def report(rows: dict[int, dict[str, list[float]]]) -> list[str]:
+def report(rows: dict[int, dict[str, list[float]]], turns: int) -> list[str]:
     """Return the table."""
 
     def cell(found: dict[str, list[float]], name: str) -> str:
@@ -99,8 +97,8 @@ def report(rows: dict[int, dict[str, list[float]]]) -> list[str]:
         return f"{statistics.median(own):.3f} ({min(own):.3f} to {max(own):.3f})"
 
     lines = [
-        f"What the notebook's side needs of the processor for one call, in CPU seconds: the median of {TURNS} calls "
-        f"(and all of them); in the calls with output each rank prints {LINES} lines of {WIDTH} characters, and a "
+        f"What the notebook's side needs of the processor for one call, in CPU seconds: the median of {turns} calls "
+        f"(the least and the most); in the calls with output each rank prints {LINES} lines of {WIDTH} characters, and a "
         f'notebook\'s cell shows them (`output="all"`). Kernel and driver run as they are. Nodes of {A_NODE} ranks '
         "are imitated: the code of their agents is real, ranks run nothing, and calls of Ray go through one socket, so "
         "what Ray itself needs in the driver is not in it.",
@@ -117,11 +115,12 @@ def report(rows: dict[int, dict[str, list[float]]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=RANKS[-1], help="the largest number of ranks")
+    parser.add_argument("--turns", type=int, default=5, help="calls of each kind, which take turns")
     parser.add_argument("--print", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = {ranks: measure(ranks, folder) for ranks in RANKS if ranks <= arguments.most}
-    save_section("scale", "The output of 10,000 ranks", report(rows), keep=not arguments.print)
+        rows = {ranks: measure(ranks, arguments.turns, folder) for ranks in RANKS if ranks <= arguments.most}
+    save_section("scale", "The output of 10,000 ranks", report(rows, arguments.turns), keep=not arguments.print)
 
 
 if __name__ == "__main__":
