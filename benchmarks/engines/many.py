@@ -97,11 +97,11 @@ def report(rows: dict[int, dict[str, list[float]]], turns: int) -> list[str]:
         return f"{statistics.median(own):.3f} ({min(own):.3f} to {max(own):.3f})"
 
     lines = [
-        f"What the notebook's side needs of the processor for one call, in CPU seconds: the median of {turns} calls "
-        f"(the least and the most); in the calls with output each rank prints {LINES} lines of {WIDTH} characters, and a "
-        f'notebook\'s cell shows them (`output="all"`). Kernel and driver run as they are. Nodes of {A_NODE} ranks '
-        "are imitated: the code of their agents is real, ranks run nothing, and calls of Ray go through one socket, so "
-        "what Ray itself needs in the driver is not in it.",
+        f"CPU seconds of the notebook's side for one call: the median of {turns} calls (the least and the most). In the "
+        f"calls with output, each rank prints {LINES} lines of {WIDTH} characters, and a notebook's cell shows them "
+        f'(`output="all"`). Kernel and driver run as they are. Nodes of {A_NODE} ranks are imitated: the code of their '
+        "agents is real, ranks run nothing, and calls of Ray go through one socket, so what Ray itself needs in the "
+        "driver is not in it.",
         "",
         "| ranks | nodes | no-op call: kernel | driver | output: kernel | driver |",
         "|---:|---:|---:|---:|---:|---:|",
