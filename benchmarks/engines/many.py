@@ -97,7 +97,7 @@ def report(rows: dict[int, dict[str, list[float]]], turns: int) -> list[str]:
         return f"{statistics.median(own):.3f} ({min(own):.3f} to {max(own):.3f})"
 
     lines = [
-        f"CPU seconds of the notebook's side for one call: the median of {turns} calls (the least and the most). In the "
+        f"CPU seconds of the notebook's side for one call: the median of {turns} calls (the least, the most). In the "
         f"calls with output, each rank prints {LINES} lines of {WIDTH} characters, and a notebook's cell shows them "
         f'(`output="all"`). Kernel and driver run as they are. Nodes of {A_NODE} ranks are imitated: the code of their '
         "agents is real, ranks run nothing, and calls of Ray go through one socket, so what Ray itself needs in the "
