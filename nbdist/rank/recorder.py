@@ -46,7 +46,7 @@ _METHODS = {
 _LIBRARIES = ("<", *LIBRARY_FOLDERS)
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
 #: Functions of torch that wrap a collective. They are not the function that the caller has named.
-_WRAPPERS = {"wrapper", "wrapped", "inner", "call", "wait"}
+_WRAPPERS = {"wrapper", "wrapped", "inner", "inner_func", "call", "wait"}
 #: The largest number of frames in which the user's line is searched.
 _MAX_FRAMES = 40
 #: The largest number of work objects that are remembered. The end of a work object without a wait is not known.
