@@ -181,8 +181,8 @@ def _written(frame: FrameType | None) -> str:
 
 
 def _filelock(frame: FrameType) -> str:
-    """Return the end of a function's name that tells which lock of the package `filelock` the function waits for: it
-    tries again and again, so that the system does not know that it waits. Empty if the wait has a limit.
+    """Return the end of a function's name that names the lock of the package `filelock` for which the function waits;
+    empty if the wait has a limit. The function tries again and again, so the system does not know that it waits.
     """
     with contextlib.suppress(Exception):  # another version of the package
         if frame.f_locals["timeout"] < 0 and frame.f_locals["blocking"] is not False:

@@ -1,4 +1,4 @@
-"""What `/proc` shows of processes that wait for one another."""
+"""Processes that wait for one another, as `/proc` shows them."""
 
 from __future__ import annotations
 
