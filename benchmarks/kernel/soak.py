@@ -86,7 +86,7 @@ def main() -> None:
         "",
         "Done: " + ", ".join(f"{name} {count:,}" for name, count in done.items()) + ".",
         "",
-        f"Verdicts of a hang, each of which would be a false alarm: {verdicts}.",
+        f"Verdicts of a hang, all of them false alarms: {verdicts}.",
         "",
         *conditions(),
     ]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.optim import optimizer as optimizers
 
 from benchmarks.machine import conditions, save
 from nbdist import Session
+from nbdist.numerics import nan
 from nbdist.numerics.call import checked
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit, log_loss
+from nbdist.recsys.training.run import Run
 
 #: Rows of a batch on each of two ranks, of the tables, and ids of a list in a row, as notebook 05 has them of ML-100k.
 BATCH, TABLES = 1024, {"user": 944, "rated": 1683, "movie": 1683, "raters": 944, "genres": 19}
@@ -110,30 +116,142 @@ def in_turn(block: Callable[[str], float], steps: int, rounds: int) -> dict[str,
     return found
 
 
+class Switch:
+    """The check `nan`, switched on and off from step to step, and the CPU time of each kind of step. Steps without the
+    check are of two kinds, which differ by chance alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.check: nan.NanCheck | None = None
+        self.milliseconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self._random = random.Random(seed)
+        self._kind, self._began, self._first = "", 0.0, WARM_UP
+        self._off = contextlib.ExitStack()
+
+    def next(self) -> bool:
+        """Begin the next step; return whether it is checked."""
+        took = time.process_time() - self._began
+        if self._first:  # in which a check comes to know the models
+            self._first -= 1
+            return True
+        if self._kind:
+            self.milliseconds[self._kind].append(1000 * took)
+        self._off.close()
+        self._kind = self._random.choice(KINDS)
+        if self._kind != "nan":
+            self._switch_off()
+        self._began = time.process_time()
+        return self._kind == "nan"
+
+    def _switch_off(self) -> None:
+        assert self.check is not None and self.check.forwards is not None
+        forwards, checking = self.check.forwards, torch.autograd.backward
+        forwards._remove()
+        self._off.callback(forwards.only_of, list(self.check._models.all))
+        for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
+            self._off.callback(hooks.update, dict(hooks))
+            hooks.clear()
+        torch.autograd.backward = checking.__wrapped__  # type: ignore[attr-defined]
+        self._off.callback(setattr, torch.autograd, "backward", checking)
+
+
+def fit_by_step(steps: int, seed: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU time of single steps of `fit`, on rank 0."""
+    model = replicate(Click(), lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
+    rows = MemoryLoader(table(90_000), BATCH, shuffle=True, seed=1)
+    switch, train_on = Switch(seed), Run.train_on
+
+    def train(run: Run, *batches: Any) -> None:
+        switch.check = check = run._check
+        run.checks = switch.next()
+        run._check = check if run.checks else None
+        train_on(run, *batches)
+        run._check = check
+
+    with mock.patch.object(Run, "train_on", train):
+        fit(model, predict, rows, steps=steps + WARM_UP + 1, loss=LOSSES, progress=False, check="nan", log_every=steps)
+    return switch.milliseconds
+
+
+def hand_by_step(steps: int, seed: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU time of single steps of a plain loop under DistributedDataParallel, on rank 0."""
+    model = nn.parallel.DistributedDataParallel(Click())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    batch, switch = table(BATCH), Switch(seed)
+    with nan.nan_check() as switch.check:
+        for _ in range(steps + WARM_UP + 1):
+            switch.next()
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    return switch.milliseconds
+
+
+def interval(costs: Callable[[random.Random], float], seed: int) -> tuple[float, float]:
+    """Return the bounds of the 95 % interval of a figure that is computed from samples drawn again."""
+    draw = random.Random(seed)
+    drawn = sorted(costs(draw) for _ in range(1000))
+    return drawn[25], drawn[-26]
+
+
+def step_rows(loop: str, took: dict[str, list[float]]) -> Iterator[str]:
+    """Yield the rows of the table for single steps."""
+    for kind, own in took.items():
+        base = took["none"] if kind != "nan" else [*took["none"], *took["none again"]]
+
+        def cost(draw: random.Random | None, own: list[float] = own, base: list[float] = base) -> float:
+            a, b = (own, base) if draw is None else (draw.choices(own, k=len(own)), draw.choices(base, k=len(base)))
+            return statistics.median(a) / statistics.median(b) - 1
+
+        low, high = interval(cost, 1)
+        about = f"{cost(None):+.1%} | {low:+.1%} to {high:+.1%}" if kind != "none" else " | "
+        yield f"| {loop} | {kind} | {len(own):,} | {statistics.median(own):.3f} | {about} |"
+
+
 LOOPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {"`fit`": by_fit, "a plain loop under DDP": by_hand}
-CHECKS = ("", "nan", "ranks:10")
+STEPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {
+    "`fit`": fit_by_step,
+    "a plain loop under DDP": hand_by_step,
+}
+CHECKS = ("", "ranks:10")
+KINDS = ("none", "none again", "nan")
+#: Steps before the first that is measured.
+WARM_UP = 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50, help="of a block")
-    parser.add_argument("--rounds", type=int, default=60, help="blocks of each check, in turn")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6000, help="of each loop, with and without the check `nan`")
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of 50 steps of the check `ranks`, in turn")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    with Session(2, devices="cpu", output="none") as session:
-        results = {loop: session.run(fn, options.steps, options.rounds) for loop, fn in LOOPS.items()}
+    with Session(options.ranks, devices="cpu", output="none") as session:
+        steps = {loop: session.run(fn, options.steps, 1) for loop, fn in STEPS.items()}
+        blocks = {loop: session.run(fn, 50, options.rounds) for loop, fn in LOOPS.items()} if options.rounds else {}
     lines = [
         "# What the checks of numbers cost",
         "",
-        f"CPU time of a step on rank 0, over all threads: a click model of the size in notebook 05, 2 CPU ranks, "
-        f"{BATCH:,} rows in a batch of each rank; medians of {options.rounds} blocks of {options.steps} steps, in turn "
-        f"in one process. The cost is the median of the ratios to the block without a check in the same round, minus "
-        f"1, with its quartiles. The check `nan` may cost {TARGET:.0%}.",
+        f"CPU time of a step on rank 0, over all threads: a click model of notebook 05's size, {BATCH:,} rows in a "
+        f"batch of each rank; CPU ranks: {options.ranks}. The check `nan` is switched on and off from step to step, in "
+        f"random order in one process; the cost is the ratio of the medians, minus 1, with its 95% interval (drawn "
+        f"again 1,000 times). `none again` is a second kind of steps without the check: it differs by chance alone; "
+        f"`nan` is compared with both. "
+        f"The check may cost {TARGET:.0%}.",
         "",
-        "| loop | check | CPU ms a step | cost | quartiles |",
-        "|---|---|--:|--:|--:|",
+        "| loop | check | steps | CPU ms a step | cost | 95% interval |",
+        "|---|---|--:|--:|--:|--:|",
+        *(row for loop, took in steps.items() for row in step_rows(loop, took)),
     ]
-    for loop, by_check in results.items():
+    if blocks:
+        lines += [
+            "",
+            f"The check `ranks`: {options.rounds} blocks of 50 steps, in turn; the cost is the median of the ratios to "
+            "the block without a check in the same round, minus 1, with its quartiles.",
+            "",
+            "| loop | check | CPU ms a step | cost | quartiles |",
+            "|---|---|--:|--:|--:|",
+        ]
+    for loop, by_check in blocks.items():
         for check, took in by_check.items():
             costs = [a / b - 1 for a, b in zip(took, by_check[""], strict=True)]
             low, middle, high = statistics.quantiles(costs, n=4)

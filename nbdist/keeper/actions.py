@@ -82,11 +82,13 @@ class Actions:
 
         Only a call has a `parcel`. `will_wait` is called before the first wait that may take long.
         """
-        if self.lock.busy() or action.kind != "call":
-            will_wait()
         cell = JournalCell(self._journal, action.asks, will_wait)
         turn = _Turn(token, action, parcel or Parcel(b"", [], []), cell, self.lock.draw(), will_wait)
         self._turns[token] = turn
+        # Only now: another client may have drawn a ticket before this one, and the thread that reads on may get a
+        # request to stop this action, or the client's next action.
+        if not self.lock.is_first(turn.ticket) or action.kind != "call":
+            will_wait()
         return functools.partial(self._take, turn)
 
     def _take(self, turn: _Turn) -> None:
@@ -114,9 +116,9 @@ class Actions:
         if turn is None:
             return
         with self._stopping:
-            if turn.cell.asking:
-                turn.cell.answers.put(KeyboardInterrupt())
-            elif turn.stop is not None:
+            if turn.cell.answer(KeyboardInterrupt()):
+                return
+            if turn.stop is not None:
                 turn.stop.ask()
                 self._stop = None
             elif self._turns.pop(token, None) is not None:  # it has not begun, and never will
@@ -133,8 +135,8 @@ class Actions:
     def answer(self, token: str, line: str | None) -> None:
         """Pass on a line that the user has typed. None: no more lines can be typed."""
         turn = self._turns.get(token)
-        if turn is not None and turn.cell.asking:
-            turn.cell.answers.put(line)
+        if turn is not None:
+            turn.cell.answer(line)
 
     def look(self) -> None:
         """Count the outcome of the last call as taken if its client is still connected one second after the call."""
@@ -149,8 +151,7 @@ class Actions:
         """Record that the client of an action is gone, so that no lines can be typed for it."""
         turn = self._turns.get(token)
         if turn is not None:
-            turn.cell.takes_input = False
-            self.answer(token, None)
+            turn.cell.leave_alone()
 
     def _do(self, turn: _Turn, stop: Stop) -> None:
         number, token, action = next(self._numbers), turn.token, turn.action

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,28 +29,42 @@ class JournalCell(Cell):
         self._journal, self.takes_input, self._will_wait = journal, asks, will_wait
         self.call = 0
         """The number of the call."""
-        self.answers: queue.SimpleQueue[str | KeyboardInterrupt | None] = queue.SimpleQueue()
-        """The lines that a client has typed. None: the end of the input."""
-        self.asking = False
+        self._lines: queue.SimpleQueue[str | KeyboardInterrupt | None] = queue.SimpleQueue()
+        self._asking = False  # whether a question has no answer yet
+        self._lock = threading.RLock()
 
     def text(self, text: str, kind: int) -> None:
         self._journal.append("text", {"call": self.call, "text": text, "stream": kind})
 
     def ask(self, prompt: str, hidden: bool) -> str:
-        if not self.takes_input:
+        with self._lock:  # the client may go, or stop the call, at the same moment
+            asks = self._asking = self.takes_input
+        if not asks:
             raise EOFError
-        self.asking = True
         self._will_wait()
-        try:
-            self._journal.append("prompt", {"call": self.call, "prompt": prompt, "hidden": hidden})
-            line = self.answers.get()
-        finally:
-            self.asking = False
+        self._journal.append("prompt", {"call": self.call, "prompt": prompt, "hidden": hidden})
+        line = self._lines.get()
         if isinstance(line, KeyboardInterrupt):
             raise line
         if line is None:
             raise EOFError
         return line
+
+    def answer(self, line: str | KeyboardInterrupt | None) -> bool:
+        """Answer the question with a line, an interrupt, or None for the end of the input. Return False if no question
+        waits for an answer.
+        """
+        with self._lock:
+            asked, self._asking = self._asking, False
+        if asked:
+            self._lines.put(line)
+        return asked
+
+    def leave_alone(self) -> None:
+        """Record that no client is there any more to answer."""
+        with self._lock:
+            self.takes_input = False
+            self.answer(None)
 
 
 class KeptExecutor(Executor):

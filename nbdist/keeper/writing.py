@@ -96,6 +96,7 @@ class Journal:
             self.append("value", {**head, "held": True})
             return False
         with self._lock:
+            self._call = call  # an action that was stopped in the queue has a higher number, and is over already
             self._values.append((call, where, end))
             self._drop()
         self.append("value", {**head, "file": os.path.basename(where), "parts": [p.nbytes for p in parts]}, wake=False)

@@ -46,7 +46,7 @@ _METHODS = {
 _LIBRARIES = ("<", *LIBRARY_FOLDERS)
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
 #: Functions of torch that wrap a collective. They are not the function that the caller has named.
-_WRAPPERS = {"wrapper", "wrapped", "inner", "call", "wait"}
+_WRAPPERS = {"wrapper", "wrapped", "inner", "inner_func", "call", "wait"}
 #: The largest number of frames in which the user's line is searched.
 _MAX_FRAMES = 40
 #: The largest number of work objects that are remembered. The end of a work object without a wait is not known.
@@ -134,7 +134,7 @@ class CollectiveRecorder:
             ranks = _members(group)
             known = self._groups[name] = ranks, group_named(name, ranks)
         members, group_text = known
-        elements, dtype, peer = -1, "", -1
+        elements, dtype, peer, tag = -1, "", -1, 0
         if tensor < len(args):
             one: Any = args[tensor]
             while isinstance(one, list | tuple):
@@ -144,7 +144,7 @@ class CollectiveRecorder:
                 if not dtype:
                     dtype = self._dtypes[one.dtype] = str(one.dtype).removeprefix("torch.")
         if kind in ("send", "recv"):
-            peer = args[1] if len(args) == 3 else -1  # `recv_anysource` names no rank
+            peer, tag = args[1:] if len(args) == 3 else (-1, args[1])  # `recv_anysource` names no rank
         elif args:
             peer = getattr(args[-1], "rootRank", -1)
         peer = members[peer] if 0 <= peer < len(members) else -1
@@ -152,7 +152,7 @@ class CollectiveRecorder:
         if kind in OF_TWO and called not in OF_TWO:  # a function that calls several, such as batch_isend_irecv
             called = kind
         main = _thread.get_ident() == self._main
-        return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main)
+        return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main, tag)
 
     def _caller(self) -> tuple[str, str, int]:
         """Return the function of torch.distributed that was called, and the innermost line outside libraries."""

@@ -16,10 +16,12 @@ from typing import NamedTuple
 #: The numbers of system calls by machine.
 _CALLS: dict[str, dict[int, str]] = {
     "x86_64": {
-        0: "read", 1: "write", 7: "poll", 20: "writev", 23: "poll", 202: "futex", 232: "poll", 270: "poll", 271: "poll",
-        281: "poll",
+        0: "read", 1: "write", 7: "poll", 20: "writev", 23: "poll", 61: "wait", 202: "futex", 232: "poll", 247: "wait",
+        270: "poll", 271: "poll", 281: "poll",
     },
-    "aarch64": {22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 98: "futex"},
+    "aarch64": {
+        22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 95: "wait", 98: "futex", 260: "wait",
+    },
 }  # fmt: skip
 #: Looks at a process whose threads may be at rest, and seconds from one to the next.
 _LOOKS, _BETWEEN_LOOKS = 6, 0.02
@@ -83,11 +85,20 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the pids of the child processes of a process, of their child processes, and so on."""
+    found = children(pid)
+    for child in found:  # which grows meanwhile
+        found += children(child)
+    return found
+
+
 class SystemCall(NamedTuple):
     """The system call in which a thread waits."""
 
     name: str
-    """The name; "futex_forever" for a lock without a timeout; empty for a call without a name here."""
+    """The name; "wait" for the end of a child; "futex_forever" for a lock without a timeout; empty for a call without a
+    name here."""
     fd: int
     """The descriptor that the call reads or writes; -1 for other calls."""
 
@@ -136,24 +147,58 @@ def parse_locks(text: str) -> dict[int, int]:
     return {pid: holders[number] for pid, number in waiting.items() if holders.get(number, -1) > 0}
 
 
-def full_pipe(pid: int, readers: Iterable[int]) -> int | None:
-    """Return the only process that can read the full pipe to which `pid` is writing.
+def lock_holder(path: str) -> int:
+    """Return the process that holds the lock of a file; -1 if none does, or if it is not known."""
+    try:
+        inode = os.stat(path).st_ino
+        with open("/proc/locks") as file:
+            held = re.search(rf"^\d+: \w+ +\w+ +\w+ +(\d+) \w+:\w+:{inode} ", file.read(), re.M)
+    except OSError:
+        return -1
+    return -1 if held is None else int(held[1])
+
+
+#: The system calls in which a thread that is at rest goes on only when another process or thread does something.
+_WITHOUT_TIMEOUT = ("read", "write", "writev", "wait", "futex_forever")
+
+
+def full_pipe(pid: int, below: Iterable[int]) -> int | None:
+    """Return a process that writes into a full pipe which only `pid` could read, although `pid` waits; None if there is
+    none.
 
     Args:
-        pid: The process whose main thread may be blocked in a write.
-        readers: The processes that may have the pipe open for reading, `pid` included.
-
-    Returns None if `pid` is not blocked in a write to a pipe, or if none or several of `readers` can read the pipe.
+        pid: A process that is at rest.
+        below: The other processes that may write to the pipe, or have it open for reading: the processes that `pid`
+            has started.
     """
-    now = call(pid, pid)
-    if now is None or now.name not in ("write", "writev"):
+    main = call(pid, pid)
+    if main is None or main.name not in _WITHOUT_TIMEOUT:  # it may read later
         return None
-    try:
-        pipe = os.readlink(f"/proc/{pid}/fd/{now.fd}")
-    except OSError:
-        return None
-    found = [reader for reader in readers if pipe.startswith("pipe:") and _reads(reader, pipe)]
-    return found[0] if len(found) == 1 else None
+    family = (pid, *below)
+    for writer in family:
+        for pipe in _written_pipes(writer):
+            readers = [one for one in family if _reads(one, pipe)]
+            if pid in readers and all(one == pid or _is_stuck(one, pipe) for one in readers):
+                return writer
+    return None
+
+
+def _written_pipes(pid: int) -> set[str]:
+    """Return the pipes to which threads of a process are writing."""
+    calls = [call(pid, thread) for thread in threads(pid)]
+    written = {one.fd for one in calls if one is not None and one.name in ("write", "writev")}
+    found = set()
+    for fd in written:
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return {name for name in found if name.startswith("pipe:")}
+
+
+def _is_stuck(pid: int, pipe: str) -> bool:
+    """Return whether a process can never read a pipe, because its threads wait for locks or write to this pipe."""
+    calls = [call(pid, thread) for thread in threads(pid)]
+    waits = all(one is not None and one.name in ("futex_forever", "write", "writev") for one in calls)
+    return bool(calls) and waits and _written_pipes(pid) == {pipe}
 
 
 def _reads(pid: int, pipe: str) -> bool:

@@ -60,6 +60,8 @@ class Collective(NamedTuple):
     """True while a thread waits in the collective."""
     main_thread: bool
     raised: bool
+    tag: int = 0
+    """The tag of a point-to-point operation; 0 for collectives."""
 
     def what(self) -> str:
         """Describe the collective, such as "all_reduce of 1,000 float32"."""
@@ -106,17 +108,18 @@ class Recorder:
         file: str,
         line: int,
         main_thread: bool,
+        tag: int = 0,
     ) -> int:
         """Record the start of a collective in this thread, and return its number.
 
         Args:
-            kind, elements, dtype, peer, file, line: The fields of `Collective`.
+            kind, elements, dtype, peer, file, line, tag: The fields of `Collective`.
             group: The text that `group_named` returns.
             main_thread: Whether this thread is the rank's main thread.
         """
         number = next(self._numbers)
         if kind in OF_TWO:
-            count = 0
+            count = tag  # in the same field: it has no number in its group
         else:
             self._counts[group] = count = self._counts.get(group, 0) + 1
         text = self._text
@@ -226,12 +229,15 @@ def _texts(part: bytes, size: int) -> Mapping[int, str]:
 def _collective(entry: Sequence[float], texts: Mapping[int, str]) -> Collective:
     number, begin, end, elements, count, peer, line, kind, group, dtype, file, flags = entry
     name, _, ranks = texts.get(int(group), "").partition("|")
+    what = texts.get(int(kind), "")
+    of_two = what in OF_TWO
     return Collective(
         number=int(number),
-        kind=texts.get(int(kind), ""),
+        kind=what,
         group=name,
         ranks=[int(rank) for rank in ranks.split(",") if rank],
-        place_in_group=int(count),
+        place_in_group=0 if of_two else int(count),
+        tag=int(count) if of_two else 0,
         elements=int(elements),
         dtype=texts.get(int(dtype), ""),
         peer=int(peer),

@@ -41,6 +41,8 @@ _ANSWER = struct.Struct("<ccI")
 PATIENCE = 1.0
 #: Seconds that an order waits for a rank that takes none: C code has its GIL, or it is stopped.
 _PATIENCE_TO_ORDER = 1.0
+#: The end of the file with the function `acquire` of the package `filelock`.
+FILELOCK = os.path.join("filelock", "_api.py")
 #: Frames of a stack that are sent, innermost first.
 _MOST = 100
 
@@ -171,6 +173,18 @@ def read(fd: int, size: int) -> bytes:
 def _written(frame: FrameType | None) -> str:
     lines: list[str] = []
     while frame is not None and len(lines) < _MOST:
-        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n')
+        code = frame.f_code
+        lock = _filelock(frame) if code.co_filename.endswith(FILELOCK) and code.co_name == "acquire" else ""
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}{lock}\n')
         frame = frame.f_back
     return "".join(lines)
+
+
+def _filelock(frame: FrameType) -> str:
+    """Return the end of a function's name that names the lock of the package `filelock` for which the function waits;
+    empty if the wait has a limit. The function tries again and again, so the system does not know that it waits.
+    """
+    with contextlib.suppress(Exception):  # another version of the package
+        if frame.f_locals["timeout"] < 0 and frame.f_locals["blocking"] is not False:
+            return f" of {frame.f_locals['self'].lock_file}"
+    return ""

@@ -69,9 +69,21 @@ def test_a_cell_that_is_full_gets_the_last_lines_and_a_number(monkeypatch: pytes
     (first, *last) = node.notice()
     assert first[1] == MESSAGE and first[2][0] == "left_out"
     assert first[2][1]["lines"] + len(last) == 4000 and first[2][1]["size"] == 80 * first[2][1]["lines"]
-    assert output.TAIL <= len(last) <= 2 * output.TAIL * output.WIDTH / 80
+    assert len(last) == output.TAIL, "a cell shows no more"
     assert not node.due() and node.notice() == []
     assert node.logs[1].text() == 2000 * line.decode()
+
+
+def test_a_notice_ends_with_the_last_lines_of_long_texts() -> None:
+    node = Output(2)
+    for rank in (0, 1):
+        node.begin(rank, 1, True, 0)
+    taken(node, 0, b"".join(b"a %d\n" % number for number in range(500)))
+    taken(node, 1, b"".join(b"b %d\n" % number for number in range(40)) + b"half")
+    (_, _, (_, about)), first, last = node.notice()
+    assert first == (0, STDOUT, "".join(f"a {number}\n" for number in range(440, 500)))
+    assert last == (1, STDOUT, "".join(f"b {number}\n" for number in range(40)) + "half")
+    assert about["lines"] == 440
 
 
 def test_a_notice_of_a_few_lines_leaves_none_out() -> None:

@@ -121,6 +121,18 @@ def test_the_oldest_is_dropped_first(journal: Journal, tmp_path: Path) -> None:
     assert heads(tmp_path)[-1] == ("end", {"call": 39})
 
 
+def test_a_call_that_is_stopped_in_the_queue_does_not_drop_values_of_the_running_one(
+    journal: Journal, tmp_path: Path
+) -> None:
+    journal.append("begin", {"call": 1})
+    journal.append("begin", {"call": 2})
+    journal.append("end", {"call": 2})
+    assert journal.keep_value(1, 0, memoryview(b"p"), [memoryview(bytes(2 << 20))])
+    assert [file.name for file in tmp_path.glob("value-*")] == ["value-00000001-0"], (
+        "larger than the bound, but the last"
+    )
+
+
 def test_a_full_disk_cuts_it(journal: Journal, tmp_path: Path, disk: Disk, woken: list[int]) -> None:
     journal.append("output", {"rank": 0, "which": 0}, b"before")
     disk.full, disk.room = True, 10

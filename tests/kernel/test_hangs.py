@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import queue
 import signal
@@ -182,6 +183,28 @@ def a_full_pipe() -> None:
     dist.barrier()
 
 
+def joins_a_process_before_it_reads_the_queue() -> None:
+    if dist.get_rank() == 2:
+        fork = multiprocessing.get_context("fork")
+        items = fork.Queue()
+        child = fork.Process(target=items.put, args=(bytes(1 << 20),))
+        child.start()
+        try:
+            child.join()
+        finally:
+            child.kill()
+            child.join()
+    dist.barrier()
+
+
+def other_tags() -> None:
+    rank, numbers = dist.get_rank(), torch.ones(1 << 20)
+    if rank == 0:
+        dist.send(numbers, 1, tag=1)
+    elif rank == 1:
+        dist.recv(numbers, 0, tag=2)
+
+
 def a_full_pipe_of_its_own() -> None:
     if dist.get_rank() == 2:
         _, write = os.pipe()
@@ -228,6 +251,14 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
             "rank 1 has returned"
         ],
     ),
+    (
+        other_tags,
+        "send and recv",
+        [
+            f"rank 0 sends in send of 1,048,576 float32 to rank 1 with tag 1 at {line_of(other_tags, 3)}",
+            "rank 1 waits in",
+        ],
+    ),
     (objects_under_an_if, "missing rank", [f"all_gather_object of 1 int64 at {line_of(objects_under_an_if, 2)}"]),
     (
         steps_of_ddp,
@@ -241,6 +272,11 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
     ),
     (a_loader_whose_worker_waits_for_a_lock, "loader", ["a worker of rank 0's data loader waits for a lock"]),
     (a_full_pipe, "full pipe", ["a pipe is full, and only rank 2 could read it"]),
+    (
+        joins_a_process_before_it_reads_the_queue,
+        "full pipe",
+        ["a pipe is full, and only rank 2 could read it"],
+    ),
     (a_full_pipe_of_its_own, "full pipe", ["a pipe is full, and only rank 2 could read it"]),
 ]
 
@@ -259,6 +295,25 @@ def test_a_hang_is_named(
     assert all(word in found.why for word in words), found.why
     assert str(caught.value).startswith(f"{found}\n\n")
     assert session.run_all(dist.get_rank) == [0, 1, 2]
+
+
+def a_lock_that_is_tried_again_and_again(path: str) -> None:
+    from filelock import FileLock  # torch needs it
+
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)
+    if dist.get_rank() < 2:
+        with FileLock(path):
+            if dist.get_rank() == 1:
+                dist.send(torch.ones(1), 0)
+            dist.barrier()
+    dist.barrier()
+
+
+@pytest.mark.long("waits for one verdict after the other")
+def test_a_lock_that_is_tried_again_and_again(session: Session, tmp_path: Path) -> None:
+    with pytest.raises(RankStuck, match="waits for the lock of a file that rank 1 holds, and rank 1 waits in barrier"):
+        session.run(a_lock_that_is_tried_again_and_again, str(tmp_path / "lock"))
 
 
 @pytest.mark.long("waits for one verdict after the other")

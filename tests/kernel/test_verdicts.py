@@ -122,6 +122,14 @@ HANGS: dict[str, tuple[list[Standing], str, list[str]]] = {
         "send and recv",
         ["rank 0 sends in send of 4 float32 to rank 1", "rank 1 waits in all_reduce"],
     ),
+    "a send and a recv with other tags": (
+        [
+            waits(0, stands(1, "send", place_in_group=0, peer=1, tag=1)),
+            waits(1, stands(1, "recv", place_in_group=0, peer=0, tag=2)),
+        ],
+        "send and recv",
+        ["rank 0 sends in send of 4 float32 to rank 1 with tag 1", "rank 1 waits in recv"],
+    ),
     "backward, and returned": (
         [waits(0), returned(1)],
         "missing rank in C++",

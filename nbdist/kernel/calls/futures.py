@@ -53,6 +53,10 @@ class FairLock:
         self._queue[ticket] = 0
         return ticket
 
+    def is_first(self, ticket: Ticket) -> bool:
+        """Return whether the turn of this ticket has come."""
+        return self._first() is ticket
+
     def in_turn(self, action: Callable[[], T], ticket: Ticket | None = None) -> T:
         """Call `action` when all earlier actions are done, and return its value.
 
@@ -69,7 +73,7 @@ class FairLock:
         try:
             self._queue[ticket] = thread  # a ticket that was drawn before keeps its place
             with interruptible():
-                while self._first() is not ticket:
+                while not self.is_first(ticket):
                     with contextlib.suppress(queue.Empty):
                         ticket.get(timeout=_LOOK)
                 return action()

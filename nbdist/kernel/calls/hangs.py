@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...notebook.shell import cell_numbers
 from ...system import waits
 from ...wire.recording import Collective
+from ...wire.stacks import FILELOCK
 from . import stacks
 from .group import Group
 from .stacks import Frame
@@ -139,7 +140,7 @@ class Hangs:
                 uses = {kid: waits.use(kid) for kid in kids}
                 workers.update({kid: use.seconds for kid, use in uses.items() if use is not None})
                 state, doing = _state(pid, taken[rank] or [], own, kids)
-                holder = holders.get(pid, -1)
+                holder = holders.get(pid, _filelock_holder(taken[rank] or []))
                 if state == "runs" and holder in pids:
                     state, doing = "file lock", f"waits for the lock of a file{_at(taken[rank] or [])}"
                 since = min((now - one.begin for one in own.stands_in), default=now - self._still)
@@ -173,11 +174,17 @@ def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]
     now = waits.call(pid, pid)
     if now is not None and now.name == "futex_forever" and own.stands_in:
         return "lock", f"waits for a lock or a thread{_at(frames)}"
-    for writer in (pid, *kids):
-        if waits.full_pipe(writer, (pid, *kids)) == pid:
-            who = "it writes" if writer == pid else f"its child (pid {writer}) writes"
-            return "pipe", f"waits{_at(frames)}: {who} into a full pipe"
+    writer = waits.full_pipe(pid, waits.descendants(pid))
+    if writer is not None:
+        who = "it writes" if writer == pid else f"its child (pid {writer}) writes"
+        return "pipe", f"waits{_at(frames)}: {who} into a full pipe"
     return "runs", ""
+
+
+def _filelock_holder(frames: Sequence[Frame]) -> int:
+    """Return the process that holds the lock of the package `filelock` for which a rank waits; -1 if there is none."""
+    paths = [one.name.partition(" of ")[2] for one in frames if one.file.endswith(FILELOCK)]
+    return next((waits.lock_holder(path) for path in paths if path), -1)
 
 
 def _at(frames: Sequence[Frame]) -> str:

@@ -54,6 +54,7 @@ class Standing:
         toward = {"s": " to", "i": " to", "r": " from"}[one.kind[0]] if one.kind in OF_TWO else " by"
         toward = " from" if one.kind == "irecv" else toward
         peer = "" if one.peer < 0 else f"{toward} rank {one.peer}"
+        peer += f" with tag {one.tag}" if one.tag else ""
         place = self.places.get(one.number, "")
         return f"{one.what()}{peer}" + (f" at {place}" if place else "")
 
@@ -208,7 +209,7 @@ def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
                 continue
             receives = "recv" in c.kind
             others = [standings[c.peer]] if 0 <= c.peer < len(standings) else [o for o in standings if o is not one]
-            if any(_answers(other, one.rank, receives) for other in others):
+            if any(_answers(other, one.rank, c) for other in others):
                 continue
             texts = "; ".join(f"rank {other.rank} {_elsewhere(other)}" for other in others)
             verb = "receives" if receives else "sends"
@@ -219,9 +220,13 @@ def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
     return None
 
 
-def _answers(other: Standing, rank: int, receives: bool) -> bool:
-    """Return whether a rank waits in the operation that matches another rank's, such as `recv` for `send`."""
-    return any(c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) for c in other.stands_in)
+def _answers(other: Standing, rank: int, one: Collective) -> bool:
+    """Return whether a rank waits in the operation that matches `one` of another rank, such as `recv` for `send`."""
+    receives = "recv" in one.kind
+    return any(
+        c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) and c.tag == one.tag
+        for c in other.stands_in
+    )
 
 
 def _missing(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:

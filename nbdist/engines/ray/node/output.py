@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ....wire.frames import MESSAGE, STDERR, STDOUT, FrameReader, frames
@@ -122,13 +122,25 @@ class Output:
         """Return the number of lines that were left out since the last notice, and the last ones of these."""
         if not self._last:
             return []
-        pieces = [(number, kind, text) for number, kind, text in self._last]
+        pieces = last_lines(self._last, TAIL)
         lines = self._lines - sum(text.count("\n") for _, _, text in pieces)
-        size = self._size - self._last_size
+        size = self._size - sum(len(text) for _, _, text in pieces)
         self._forget()
         self._noticed = time.monotonic()
         left_out = (pieces[0][0], MESSAGE, ["left_out", {"lines": lines, "size": size}])
         return [left_out, *pieces] if lines or size else pieces
+
+
+def last_lines(pieces: Sequence[Piece], most: int) -> list[Piece]:
+    """Return the last lines of pieces of text, and what follows the last newline."""
+    found: collections.deque[Piece] = collections.deque()
+    for number, kind, text in reversed(pieces):
+        if most <= 0:
+            break
+        lines = text.split("\n")
+        found.appendleft((number, kind, "\n".join(lines[-most - 1 :])))
+        most -= len(lines) - 1
+    return list(found)
 
 
 def encoded(kind: int, what: Any) -> bytes:
