@@ -20,7 +20,7 @@ from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import TwoTower, softmax_logits
 from nbdist.recsys.recommenders import EASE, IALS, Candidate, ItemKNN, Popularity, benchmark
-from nbdist.recsys.recommenders.spaces import Range
+from nbdist.recsys.recommenders.spaces import Range, Space
 from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit, warmup_decay
@@ -169,6 +169,22 @@ def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
     }
 
 
+def searched(models: dict[str, Any], seed: int) -> str:
+    """List the values that the search draws from, for each model."""
+
+    def shown(space: Space) -> str:
+        if isinstance(space, Range):
+            return f"{space.low:g} to {space.high:g}{' (log)' if space.log else ''}"
+        return ", ".join(map(str, space))
+
+    lines = [f"Searched by optuna's TPE, seed {seed}; models that begin at random do so with seed 0:", ""]
+    for name, model in models.items():
+        space = Candidate.of(model, name).space
+        if space:
+            lines.append(f"- {name}: {'; '.join(f'{one} {shown(values)}' for one, values in space.items())}")
+    return "\n".join(lines)
+
+
 def verdict(table: pl.DataFrame) -> str:
     """Say who is first by NDCG, who is level with it by the paired test, and where nbdist's best stands."""
     best, *others = table["model"]
@@ -205,6 +221,8 @@ def main() -> None:
                 found.to_markdown(),
                 "",
                 verdict(found.table),
+                "",
+                searched(models, found.about["seed"]),
                 "",
             ]
             packages = ["torch", "torchmetrics", "polars", "optuna", "scipy"]

@@ -131,7 +131,7 @@ def continue_training(
     before = yesterday if isinstance(yesterday, Day) else Day.load(yesterday)
     goal = objective(loss, sample_weight)
     named, tasks = by_task(_default_metrics(goal) if metrics is None else metrics)
-    check_metrics(named)
+    check_metrics(named, list(_curve_types({})))
     old = before.workflow
     columns_of = _columns_of(old, before.snapshot, tables)
     with atomic_folder(folder, FILES, overwrite) as scratch:

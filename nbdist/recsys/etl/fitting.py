@@ -30,7 +30,8 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
     """Return the casts of columns that steps need to treat the rows like the rows of `fit`.
 
     Integers that may not fit into the type of `fit` are not cast: an id that is too large is an unknown one. Floats may
-    stand for integers, as in pandas for a column with missing integers; NaN is null then.
+    stand for integers, as in pandas for a column with missing integers, 0 and 1 for booleans, and datetimes at midnight
+    for dates; NaN is null then.
 
     Args:
         schema: The schema of the rows.
@@ -38,8 +39,8 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
         where: The start of error messages.
 
     Raises:
-        ValueError: A column is missing, or its type cannot replace the type in `fit`; or, when the rows are read, a
-            float is not a whole number. The error names the column.
+        ValueError: A column is missing, or its type cannot replace the type in `fit`; or, when the rows are read, the
+            type in `fit` has no such value: a float that is not whole, or 2 for a boolean. The error names the column.
     """
     found = []
     for name, kind in needs.items():
@@ -51,16 +52,16 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
         cast = _cast(dtype, kind)
         if cast is None:
             raise ValueError(f"{where}: column {name!r} is {type_name(dtype)}, but it was {kind} in fit")
-        if dtype.is_float() and cast.is_integer():
-            found.append(pl.col(name).map_batches(_whole(where, cast), return_dtype=cast, is_elementwise=True))
+        if (dtype.is_float() and cast.is_integer()) or (dtype != cast and cast in (pl.Boolean(), pl.Date())):
+            found.append(pl.col(name).map_batches(_exact(where, cast), return_dtype=cast, is_elementwise=True))
         elif cast != dtype:
             found.append(pl.col(name).cast(cast))
     return found
 
 
-def _whole(where: str, kind: pl.DataType) -> Callable[[pl.Series], pl.Series]:
+def _exact(where: str, kind: pl.DataType) -> Callable[[pl.Series], pl.Series]:
     def cast(values: pl.Series) -> pl.Series:
-        values = values.fill_nan(None)
+        values = values.fill_nan(None) if values.dtype.is_float() else values
         found = values.cast(kind, strict=False)
         wrong = (found.cast(values.dtype) != values).fill_null(found.is_null() & values.is_not_null())
         if wrong.any():
@@ -101,14 +102,24 @@ def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
         return fitted if _fits(dtype, fitted) else dtype
     if fitted is not None and dtype.is_numeric() and (fitted.is_float() or (dtype.is_float() and fitted.is_integer())):
         return fitted
+    if pl.Boolean() in (dtype, fitted) and all(one is not None and _is_plain(one) for one in (dtype, fitted)):
+        return fitted
     if isinstance(dtype, (pl.Categorical, pl.Enum)):
         return fitted if kind == "string" else dtype if kind.startswith(("Categorical", "Enum")) else None
     if dtype == pl.String() and kind.startswith("Categorical"):
         return pl.Categorical()
+    if isinstance(dtype, pl.Datetime) and dtype.time_zone is None and kind == "Date":
+        return pl.Date()
     unit = _DATETIME.fullmatch(kind)
+    if unit and unit[2] is None and dtype == pl.Date():
+        return pl.Datetime(unit[1])  # type: ignore[arg-type]
     if unit and isinstance(dtype, pl.Datetime) and (dtype.time_zone is None) == (unit[2] is None):
         return pl.Datetime(unit[1], unit[2])  # type: ignore[arg-type]
     return None
+
+
+def _is_plain(dtype: pl.DataType) -> bool:
+    return dtype.is_integer() or dtype.is_float() or dtype == pl.Boolean()
 
 
 def _fits(dtype: pl.DataType, other: pl.DataType) -> bool:

@@ -183,8 +183,7 @@ class Workflow:
         Args:
             frame: A frame of polars or pandas, an Arrow table, or a dict of columns. Only the columns that the wanted
                 columns are made from are needed: rows to predict need no label. Integers may have a different type than
-                    in
-                `fit`, and may be floats without a fraction.
+                in `fit`, or be floats without a fraction; booleans may be 0 and 1.
             columns: The wanted `outputs`, in this order. None: all.
 
         Returns:

@@ -69,7 +69,9 @@ def check_finite(what: str, values: Tensor, owners: Tensor | None = None) -> Non
 def check_some_rows(metric: Metric, rows: Tensor | int) -> None:
     """Raise `ValueError` if the number of rows, or the sum of their weights, is 0."""
     if not rows:
-        raise ValueError(f"{type(metric).__name__}: no rows on any rank since the start, or since reset()")
+        raise ValueError(
+            f"{type(metric).__name__}: no rows on any rank since the start, or since reset(), or only rows of weight 0"
+        )
 
 
 def _flat(what: str, values: Tensor) -> Tensor:

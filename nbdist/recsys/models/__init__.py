@@ -9,7 +9,7 @@ from .multi_task import PLE, MMoE
 from .next_item import padded
 from .position_bias import PositionBias
 from .sasrec import SASRec
-from .softmax import draw_rows, softmax_logits
+from .softmax import draw_rows, hard_negatives, softmax_logits
 from .tables import PooledTables, SequenceTables
 from .two_tower import Tower, TwoTower
 
@@ -28,6 +28,7 @@ __all__ = [
     "TwoTower",
     "calibrated_bce",
     "draw_rows",
+    "hard_negatives",
     "padded",
     "softmax_logits",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...checks import shown
 from .id_map import IdMap
 from .options import Score
 
@@ -58,11 +59,10 @@ class CountedIds:
         rows = self.map.rows()
         last = self._last[rows]
         if callable(evict):
-            first = evict(self._counts[rows], batch - last).double()
-            if first.shape != rows.shape:
-                raise ValueError(
-                    f"`evict` must return a number for each of {len(rows)} ids, got shape {tuple(first.shape)}"
-                )
+            scores = evict(self._counts[rows], batch - last)
+            if not isinstance(scores, Tensor) or scores.shape != rows.shape or scores.isnan().any():
+                raise ValueError(f"`evict` must return a number for each of {len(rows)} ids, got {shown(scores)}")
+            first = scores.double()
         else:
             first = (self._counts[rows] if evict == "lfu" else last).double()
         if count < len(rows):  # sort but those that may be among them

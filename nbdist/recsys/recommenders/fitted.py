@@ -24,10 +24,12 @@ from .comparison import Comparison
 from .hidden import Hidden, unseen
 from .interactions import Interactions, part_of, ragged_of, together
 from .intervals import table_by
-from .log_columns import LogColumns
+from .log_columns import LogColumns, ratings_of
 from .popularity import Popularity
 
 FILES = (*log_columns.FILES, *saving.FILES)
+ANSWERS = {"user": ("rank", "score", "by"), "item": ("rank", "score", "by", "similar", "contribution")}
+"""For each column of ids, the names of other columns of answers, which it cannot have."""
 
 
 class FittedRecommender:
@@ -94,11 +96,11 @@ class FittedRecommender:
                     "`users` or `history` must be given, got neither: `known_users` are the users of the log"
                 )
             users = rows[user].unique(maintain_order=True)
-        asked = series_of(users, "users").alias(user)
+        asked = series_of(users, "users").alias("user")
         found = self._found(asked, k, rows, exclude_seen)
         flat = found.insert_column(0, asked).with_row_index("row").explode("items", "scores").drop_nulls("items")
-        flat = flat.with_columns(rank=pl.int_range(1, pl.len() + 1).over("row"))
-        return self._columns.like(flat.select(user, pl.col("items").alias(item), "rank", score="scores", by="by"))
+        ids, rank = (pl.col("user").alias(user), pl.col("items").alias(item)), pl.int_range(1, pl.len() + 1).over("row")
+        return self._columns.like(flat.select(*ids, rank=rank, score="scores", by="by"))
 
     @property
     def known_users(self) -> pl.Series:
@@ -190,10 +192,15 @@ class FittedRecommender:
         """
         check_count(k, least=1, name="`k`")
         user, item = self._columns.user, self._columns.item
-        if by in (user, item):
-            raise ValueError(f"`by` must be another column than the ones of users and items, got {by!r}")
+        if by in (user, item, "count"):
+            raise ValueError(
+                f"`by` must be another column than the ones of users and items, and not have the name 'count', which "
+                f"is a column of the answer, got {by!r}"
+            )
         rows = self._columns.read(log, more=[] if by is None else [by])
-        later = unseen(self._columns.liked(rows), self._rows, user, item).unique([user, item], maintain_order=True)
+        if len(rows):  # columns without values have any type
+            rows = unseen(self._columns.liked(rows), self._rows, user, item)
+        later = rows.unique([user, item], maintain_order=True)
         if not len(later):
             raise ValueError("`log` must have rows of a user and an item that the user has not seen, got none")
         hidden = Hidden.of(self.model.items, later, user, item, k)
@@ -350,7 +357,7 @@ class FittedRecommender:
         if not len(more):  # columns without values have any type
             return self._rows
         for name, dtype in self._rows.schema.items():
-            other = more.schema[name]
+            other, labels = more.schema[name], ratings_of(pl.col(name))
             if other == pl.Null or (
                 isinstance(dtype, pl.Datetime)
                 and isinstance(other, pl.Datetime)
@@ -364,6 +371,8 @@ class FittedRecommender:
                         f"column {name!r} must be {dtype}, as in the log, got {other} with values beyond it"
                     )
                 more = more.with_columns(as_before)
+            elif dtype == pl.Boolean and other.is_numeric() and more.select(labels.is_in([0.0, 1.0]).all()).item():
+                more = more.with_columns(labels.cast(dtype))
             elif dtype != other and not (dtype.is_numeric() and other.is_numeric()):
                 raise TypeError(f"column {name!r} must be {dtype}, as in the log, got {other}")
         return pl.concat([self._rows, more], how="vertical_relaxed")

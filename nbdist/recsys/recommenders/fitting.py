@@ -13,7 +13,7 @@ from ..io.frames import Tabular
 from .base import Recommender
 from .comparison import Candidate, Comparison, benchmark
 from .ease import EASE
-from .fitted import FittedRecommender
+from .fitted import ANSWERS, FittedRecommender
 from .ials import IALS
 from .interactions import Interactions
 from .intervals import METRICS
@@ -121,6 +121,12 @@ def _columns(
     given = [name for name in (user, item, time, rating) if name is not None]
     if len(set(given)) < len(given):
         raise ValueError(f"`user`, `item`, `time` and `rating` must be different columns, got {given}")
+    for name, column in {"user": user, "item": item}.items():
+        if column in ANSWERS[name]:
+            raise ValueError(
+                f"`{name}` must have another name than the columns of answers, {', '.join(ANSWERS[name])}, got "
+                f"{column!r}: rename the column"
+            )
     if min_rating is not None:
         check_number(min_rating, least=-1e300, name="`min_rating`")
         if rating is None:

@@ -9,6 +9,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from ..io.frames import require_frame
 from ..loader.columns import Ragged
 from ..metrics.ranked_items import per_user
 from ..retrieval.codes import codes_of
@@ -60,7 +61,7 @@ class Hidden:
         flat = flat.with_columns(place=pl.int_range(pl.len()).over("row")).filter(pl.col("place") < k)
         row, place = (torch.from_numpy(flat[one].cast(pl.Int64).to_numpy(writable=True)) for one in ("row", "place"))
         ranked = torch.full((len(lists), k), -1)
-        ranked[row, place] = torch.from_numpy(codes_of(flat["id"].cast(self.ids.dtype), self.ids))
+        ranked[row, place] = torch.from_numpy(codes_of(flat["id"], self.ids))
         return per_user(ranked, self.wanted)[0]
 
     def segments(self, rows: pl.DataFrame, user: str, by: str) -> pl.Series:
@@ -159,16 +160,25 @@ class Task:
             model.fit_to(self.train)  # the same for all settings
         else:
             self._fit(model, self.train_rows)
-        return self.chooses.metrics(model.recommend(self.chooses.users, self.chooses.k)["items"])
+        return self.chooses.metrics(_recommended(model, self.chooses))
 
     def tested(self, model: Fits) -> dict[str, Tensor]:
         """Learn from training and validation rows, and return the metrics of each user on the test rows."""
         self._fit(model, self.known_rows)
-        return self.found.metrics(model.recommend(self.found.users, self.found.k)["items"])
+        return self.found.metrics(_recommended(model, self.found))
 
     def _fit(self, model: Fits, rows: pl.DataFrame) -> None:
         user, item, time = self.names
         model.fit(rows, user=user, item=item, time=time)
+
+
+def _recommended(model: Fits, hidden: Hidden) -> pl.Series:
+    """Return the recommended ids for each user. Raises `TypeError` or `ValueError` for another answer than a frame with
+    the column `items`."""
+    found = require_frame(model.recommend(hidden.users, hidden.k), "the result of recommend").lazy().collect()
+    if "items" not in found.columns:
+        raise ValueError(f"recommend must return a frame with a column 'items', got {', '.join(found.columns)}")
+    return found["items"]
 
 
 def unseen(rows: pl.DataFrame, before: pl.DataFrame, user: str, item: str) -> pl.DataFrame:

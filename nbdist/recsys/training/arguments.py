@@ -16,6 +16,7 @@ from ..metrics import AUC, LogLoss
 from ..parallel.protocol import Parallel
 from ..parallel.replicated import Replicated
 from .evaluation import Precision, check_metrics, check_precision
+from .history import NUMBERS
 from .objective import ONLY, Evaluation, Objective, by_task, log_loss
 from .schedule import Schedule
 from .snapshots import Snapshots
@@ -112,7 +113,7 @@ def check_run(
     for name, value in counts.items():
         if value is not None and (not hasattr(value, "__index__") or value < 1):
             raise ValueError(f"`{name}` must be an integer, at least 1, got {value!r}")
-    check_metrics(metrics)
+    check_metrics(metrics, NUMBERS)
     for name, loader in (("train", train), ("valid", valid)):
         if loader is not None and not isinstance(loader, Loader):
             raise TypeError(

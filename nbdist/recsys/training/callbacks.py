@@ -64,17 +64,20 @@ class Hooks:
     Args:
         callbacks: The callbacks of this rank, in the order in which they are called. All ranks must have the same
             number.
+        last: The callback that is called after them.
 
     Raises:
-        TypeError: An object is not a callback.
+        TypeError: The callbacks are no list, or an object is not a callback.
     """
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
+    def __init__(self, callbacks: Sequence[Any], last: Callback) -> None:
+        if not isinstance(callbacks, Sequence):
+            raise TypeError(f"`callbacks` must be a list of callbacks, got {callbacks!r}: give [{callbacks!r}]")
         for one in callbacks:
             if not isinstance(one, Callback):
                 hint = ": make one, with ()" if isinstance(one, type) else ""
                 raise TypeError(f"`callbacks` must have instances of Callback, got {one!r}{hint}")
-        self._callbacks: list[Callback] = list(callbacks)
+        self._callbacks: list[Callback] = [*callbacks, last]
 
     @property
     def each_step(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -39,11 +39,14 @@ Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Raise `TypeError` unless `metrics` is a dict of metrics."""
+def check_metrics(metrics: Mapping[str, Metric], others: Collection[str] = ()) -> None:
+    """Raise `TypeError` unless `metrics` is a dict of metrics, and `ValueError` for a name that the answer has among
+    its `others`."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"`metrics` must be a dict from name to metric, got {type(metrics).__name__}")
     for name, metric in metrics.items():
+        if name in others:
+            raise ValueError(f"`metrics` must have other names than {', '.join(others)}, got {name!r}")
         if not isinstance(metric, Metric):
             raise TypeError(f"`metrics` must have metrics such as AUC(), got {metric!r} for {name!r}")
         if isinstance(metric, Throughput):

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SHOWN = 20
+NUMBERS = ("step", "epoch", "loss", "lr", "rows_per_second")
+"""The names of a record's numbers that are no metrics."""
 
 
 @dataclass(frozen=True)

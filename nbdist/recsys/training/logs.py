@@ -120,7 +120,7 @@ def check_logs(log: Logs | None) -> dict[str, Any]:
 
     Raises:
         TypeError: The option is neither a name nor a dict of names.
-        ValueError: There is no log with this name.
+        ValueError: There is no log with this name, or a JSON-lines file gets another option than its path.
         ImportError: The library of the log is not installed.
     """
     if log is None:
@@ -137,6 +137,8 @@ def check_logs(log: Logs | None) -> dict[str, Any]:
             raise TypeError(f"`log` must have {what} for {name!r}, got {where!r}")
         if name != "json_lines":
             _require(name, name)
+        elif isinstance(where, Mapping) and (foreign := where.keys() - {"path"}):
+            raise ValueError(f"`log` must have no other option than 'path' for 'json_lines', got {min(foreign)!r}")
     return found
 
 

@@ -70,9 +70,12 @@ def evaluate_by(
     from scipy.stats import bootstrap  # noqa: F401  # before the model is asked
 
     check_precision(precision)
-    check_metrics(metrics)
+    check_metrics(metrics, ["rows"])
     check_count(resamples, least=2, name="`resamples`")
     check_count(seed, least=0, name="`seed`")
+    answer = ["rows", *(f"{name}{end}" for name in metrics for end in ("", " low", " high"))]
+    if by in answer:
+        raise ValueError(f"`by` must have another name than the columns of the answer, {', '.join(answer)}, got {by!r}")
     module = model if isinstance(model, nn.Module) else model.model
     columns = _all_rows(module, predict, loader, by, precision)
 
@@ -80,9 +83,10 @@ def evaluate_by(
         segments = columns[-1]
         assert segments is not None
         found = []
-        for value in segments.unique():
-            part = [None if one is None else one[segments == value] for one in columns[:-1]]
-            row: dict[str, Any] = {by: value.item(), "rows": int((segments == value).sum())}
+        for value in _values(segments):
+            some = segments.isnan() if value.isnan() else segments == value
+            part = [None if one is None else one[some] for one in columns[:-1]]
+            row: dict[str, Any] = {by: value.item(), "rows": int(some.sum())}
             for name, metric in metrics.items():
                 own = _alone(metric)
                 low, high = _interval(name, own, part, resamples, seed)
@@ -91,6 +95,13 @@ def evaluate_by(
         return pl.DataFrame(found)
 
     return ranks.on_rank_0(table)
+
+
+def _values(segments: Tensor) -> Tensor:
+    """Return the distinct values in ascending order, NaN once, at the end."""
+    values = segments.unique()
+    nan = values.isnan()
+    return torch.cat([values[~nan], values[nan][:1]])
 
 
 def _all_rows(

@@ -193,7 +193,7 @@ def fit(
     check_run(train, valid, counts, evaluation.metrics, snapshots)
     check_options(model, precision, max_grad_norm, gradient_accumulation_steps, check, schedule)
     logging = logging_of(log)
-    hooks = Hooks([*callbacks, logging])
+    hooks = Hooks(callbacks, logging)
     for loader in (train, valid):
         if loader is not None:
             loader.to(collective_device())

@@ -271,6 +271,9 @@ def test_columns_of_a_day_may_have_other_types(sessions: Sessions, tmp_path: Pat
         "floats": rows.with_columns(user=missing.cast(pl.Float64).fill_null(float("nan"))),
         "unit": rows.with_columns(user=missing, when=pl.col("when").cast(pl.Datetime("ns"))),
         "none": rows.with_columns(user=None),
+        "labels": rows.with_columns(user=missing, liked=pl.col("liked").cast(pl.Int64)),
+        "numbers": rows.with_columns(user=missing, liked=pl.col("liked").cast(pl.Float32)),
+        "more": rows.with_columns(user=missing, price=1.5).select("price", "when", "liked", "item", "user"),
     }
 
     def next_day(log: pl.DataFrame, folder: str) -> Day:
@@ -280,13 +283,16 @@ def test_columns_of_a_day_may_have_other_types(sessions: Sessions, tmp_path: Pat
         return continue_training(first, log, tmp_path / folder, functools.partial(make, "dense"), predict, **options)
 
     weights = {name: sessions[1].run(next_day, log, name).weights for name, log in logs.items()}
-    assert weights["integers"] == weights["floats"] == weights["unit"] != weights["none"]
+    others = {name: one for name, one in weights.items() if name != "none"}
+    assert len({*others.values()}) == 1 and weights["none"] != weights["integers"]
     with pytest.raises(
         ValueError, match="the frame: there is no column 'liked'; the columns are 'user', 'item', 'when'"
     ):
         sessions[1].run(next_day, rows.drop("liked"), "unlabelled")
     with pytest.raises(ValueError, match="column 'user' is string, but it was int64 in fit"):
         sessions[1].run(next_day, rows.cast({"user": pl.String}), "strings")
+    with pytest.raises(ValueError, match="column 'liked' has 2, but it was bool in fit"):
+        sessions[1].run(next_day, rows.with_columns(liked=pl.lit(2)), "grades")
 
 
 def test_several_tasks_with_weights_and_metrics(sessions: Sessions, tmp_path: Path) -> None:

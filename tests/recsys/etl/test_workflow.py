@@ -9,6 +9,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -952,6 +953,37 @@ def test_categories_of_another_type_are_the_same_strings() -> None:
     for other in (pl.Enum(["c", "a", "b"]), pl.Categorical()):
         asked = pl.DataFrame({"c": ["a", "b", None]}, schema={"c": other})
         assert workflow.transform(asked).collect()["c"].to_list() == [3, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("fitted", "asked", "wrong"),
+    [
+        (pl.Series([True, False]), pl.Series([1, 0]), pl.Series([1, 2])),
+        (pl.Series([True, False]), pl.Series([1.0, 0.0]), pl.Series([1.0, 0.5])),
+        (pl.Series([1, 0]), pl.Series([True, False]), None),
+        (pl.Series([1.0, 0.0]), pl.Series([True, False]), None),
+        (
+            pl.Series([date(2024, 1, 2), date(2024, 1, 1)]),
+            pl.Series([datetime(2024, 1, 2), datetime(2024, 1, 1)]),
+            pl.Series([datetime(2024, 1, 2, 1), None]),
+        ),
+        (
+            pl.Series([datetime(2024, 1, 2), datetime(2024, 1, 1)]),
+            pl.Series([date(2024, 1, 2), date(2024, 1, 1)]),
+            None,
+        ),
+    ],
+)
+def test_values_of_another_type_are_those_of_fit(fitted: pl.Series, asked: pl.Series, wrong: pl.Series | None) -> None:
+    steps = [] if fitted.dtype.is_float() else [Categorify("c")]
+    workflow = Workflow(*steps).fit({"c": fitted, "plain": fitted}, progress=False)
+    expected = workflow.transform({"c": fitted, "plain": fitted}).collect()
+    assert workflow.transform({"c": asked, "plain": asked}).collect().equals(expected)
+    missing = pl.Series([None, asked[1]], dtype=asked.dtype)
+    assert workflow.transform({"c": missing, "plain": missing}).collect()["plain"].to_list() == [None, fitted[1]]
+    if wrong is not None:
+        with pytest.raises(Exception, match=r"column 'c' has .*, but it was .* in fit"):
+            workflow.transform({"c": wrong, "plain": fitted}).collect()
 
 
 def test_floats_stand_for_integers_where_they_are_whole(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -361,8 +362,9 @@ def test_what_is_not_supported_is_refused(sessions: Sessions, tmp_path: Path) ->
             RawIds(**options)
     with pytest.raises(TypeError, match=r"raw ids must be integers, got torch\.float32"):
         RawTable(2, RawIds())(torch.tensor([1.5]))
-    with pytest.raises(ValueError, match="must return a number for each of"):
-        session.run(train, RawIds(capacity=9, evict=lambda counts, ages: counts[:1]), batches(2), OPTIMIZERS["adam"])
+    for score in (lambda counts, ages: counts[:1], lambda counts, ages: 1.0, lambda counts, ages: ages * math.nan):
+        with pytest.raises(ValueError, match=r"must return a number for each of \d+ ids, got"):
+            session.run(train, RawIds(capacity=9, evict=score), batches(2), OPTIMIZERS["adam"])
 
 
 def test_torchrec_does_not_shard_them(sessions: Sessions) -> None:

@@ -142,6 +142,27 @@ def test_mistakes_in_a_comparison_are_named(options: dict[str, Any], kind: type[
 
 
 @pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"item": [[1]]}, "recommend must return a frame with a column 'items', got item"),
+        ({"items": [["a"]]}, "ids must be Int64, as in the log or index, got String"),
+        ([[1]], "the result of recommend must be a frame of polars or pandas, .*, got list"),
+        ({"items": [[1]] * 7}, "recommend must return a row for each of 6 users, got 7"),
+    ],
+)
+def test_answers_of_a_model_of_ones_own_are_checked(answer: Any, message: str) -> None:
+    class Own:
+        def fit(self, log: pl.DataFrame, **columns: Any) -> None: ...
+
+        def recommend(self, users: pl.Series, k: int) -> Any:
+            same = isinstance(answer, dict) and len(next(iter(answer.values()))) == 1
+            return {name: column * len(users) for name, column in answer.items()} if same else answer
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        benchmark({"own": Own()}, planted(6), progress=False)
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Range(2, 1), "`low` must be below `high`, got 2 and 1"),

@@ -227,6 +227,18 @@ def test_a_day_without_rows_or_without_ratings(today: Any) -> None:
     assert len(again.known_users) == len(found.known_users) + bool(rows["who"])
 
 
+def test_labels_of_the_next_day_may_be_numbers() -> None:
+    log = {"user": [1, 1, 2, 2], "item": [1, 2, 1, 3], "rating": [True, True, True, False]}
+    found = fit_recommender(log, rating="rating", models=ItemKNN(), progress=False)
+    later = {"user": [3, 3], "item": [2, 4]}
+    expected = found.refit({**later, "rating": [True, False]}).model.items.to_list()
+    assert expected == [1, 2]
+    for ratings in ([1, 0], [1.0, 0.0]):
+        assert found.refit({**later, "rating": ratings}).model.items.to_list() == expected
+    with pytest.raises(TypeError, match="column 'rating' must be Boolean, as in the log, got Int64"):
+        found.refit({**later, "rating": [5, 0]})
+
+
 def test_integers_of_the_next_day() -> None:
     """Ids above 2**63 and below meet in one column; what the type of the log cannot hold is refused."""
     ids = {"user": pl.Series([2**63, 2**63, 2**63 + 1], dtype=pl.UInt64), "item": [1, 2, 1]}
@@ -243,6 +255,19 @@ def test_integers_of_the_next_day() -> None:
     for act in (small.refit, small.evaluate):
         with pytest.raises(TypeError, match="column 'user' must be of integers, strings or dates, got Float64"):
             act({"user": [5.0], "item": [1]})
+
+
+@pytest.mark.parametrize(("user", "item"), [("row", "items"), ("items", "scores"), ("scores", "row"), ("item", "user")])
+def test_columns_may_have_any_names(user: str, item: str) -> None:
+    """Also those that frames have on the way to an answer."""
+    plain = fit_recommender({"user": [1, 1, 2, 2, 3], "item": [1, 2, 1, 3, 1]}, models=ItemKNN(), progress=False)
+    log = {user: [1, 1, 2, 2, 3], item: [1, 2, 1, 3, 1]}
+    other = fit_recommender(log, user=user, item=item, models=ItemKNN(), progress=False)
+    found, expected = (one.recommend([3, 9], 2) for one in (other, plain))
+    assert found.rows() == expected.rows() and found.columns == [user, item, "rank", "score", "by"]
+    assert other.similar([1], 2).rows() == plain.similar([1], 2).rows()
+    assert other.explain(3, 2).rows() == plain.explain(3, 2).rows()
+    assert other.evaluate({user: [3], item: [2]}).rows() == plain.evaluate({"user": [3], "item": [2]}).rows()
 
 
 def test_more_items_than_there_are() -> None:
@@ -366,6 +391,16 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted(user=3), TypeError, "`user` must be the name of a column, got 3"),
         (lambda: fitted(time="what"), ValueError, "must be different columns, got"),
         (
+            lambda: fitted(log=rated().rename({"who": "by"}), user="by"),
+            ValueError,
+            "`user` must have another name than the columns of answers, rank, score, by, got 'by': rename the column",
+        ),
+        (
+            lambda: fitted(log=rated().rename({"what": "similar"}), item="similar"),
+            ValueError,
+            "`item` must have another name than the columns of answers, .* got 'similar'",
+        ),
+        (
             lambda: fitted(rating="what", time=None, item="stars"),
             TypeError,
             "column 'what' must be of numbers or booleans, got String",
@@ -460,7 +495,14 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
         (lambda: fitted().similar(["i1"], 0), ValueError, "`k` must be at least 1, got 0"),
         (lambda: fitted(Popularity()).similar(["i1"]), ValueError, "Popularity has no similar items"),
         (lambda: fitted().explain("u1", "i99"), KeyError, "1 of 1 items are not in the log"),
-        (lambda: fitted().evaluate(rated()), ValueError, "rows of a user and an item that the user has not seen"),
+        *(
+            (
+                lambda log=log: fitted().evaluate(log),
+                ValueError,
+                "rows of a user and an item that the user has not seen",
+            )
+            for log in (rated(), {name: [] for name in rated().columns})
+        ),
         (
             lambda: fitted().refit(rated().with_columns(who=1)),
             TypeError,

@@ -23,7 +23,7 @@ from nbdist import Session, in_ddp, warm
 from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
-from nbdist.recsys.models import Tower, TwoTower, draw_rows, softmax_logits
+from nbdist.recsys.models import Tower, TwoTower, draw_rows, hard_negatives, softmax_logits
 from nbdist.recsys.retrieval import ItemIndex, top_k
 from nbdist.recsys.sharding import replicate, shard
 from nbdist.recsys.training import fit
@@ -153,16 +153,21 @@ MORE = pytest.mark.long("larger trainings")
 
 
 @pytest.mark.parametrize(
-    ("negatives", "corrected", "power"),
+    ("negatives", "corrected", "power", "hard"),
     [
-        (0, True, None),
-        (64, True, 0.75),
-        pytest.param(64, True, None, marks=MORE),
-        pytest.param(64, False, None, marks=MORE),
-        pytest.param(64, False, 0.75, marks=MORE),
+        (0, True, None, None),
+        (64, True, 0.75, 20),
+        pytest.param(64, True, 0.75, None, marks=MORE),
+        pytest.param(0, True, None, 20, marks=MORE),
+        pytest.param(64, True, None, None, marks=MORE),
+        pytest.param(64, False, None, None, marks=MORE),
+        pytest.param(64, False, 0.75, None, marks=MORE),
+        pytest.param(64, False, 0.75, 20, marks=MORE),
     ],
 )
-def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected: bool, power: float | None) -> None:
+def test_the_correction_gives_the_shares_of_the_items(
+    negatives: int, corrected: bool, power: float | None, hard: int | None
+) -> None:
     """Everybody takes items by the same shares: then the right score of an item is the logarithm of its share."""
     draw = torch.Generator().manual_seed(0)
     shares = torch.arange(1, 61).float() ** -0.7
@@ -176,6 +181,8 @@ def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected:
         every = torch.cat([ids, drawn])
         correction: dict[str, Any] = {"shares": shares, "drawn": weights} if corrected else {}
         logits, own = softmax_logits(torch.ones(128, 1), score[every], every, **correction)
+        if hard:
+            logits, own = hard_negatives(logits, own, hard)
         optimizer.zero_grad()
         cross_entropy(logits, own).backward()
         optimizer.step()
@@ -197,9 +204,15 @@ def test_rows_are_drawn_by_their_weights() -> None:
         (weights[:3], r"shape \(4,\)"),
         (-weights, "at least 0"),
         (weights * 0, "one of them above"),
+        (weights * math.inf, "finite"),
+        (weights / 0.0, "finite"),
     ):
         with pytest.raises(ValueError, match=message):
             draw_rows({"item": torch.arange(4)}, 3, weights=wrong)
+    with pytest.raises(ValueError, match="`table` must have rows to draw, got none"):
+        draw_rows({"item": torch.arange(0)}, 3)
+    with pytest.raises(ValueError, match="`count` must be at least 0, got -1"):
+        draw_rows({"item": torch.arange(4)}, -1)
     with pytest.raises(ValueError, match="`shares` must be given with `drawn`, got None"):
         softmax_logits(torch.ones(3, 1), torch.ones(4, 1), torch.arange(4), drawn=weights)
 
@@ -212,32 +225,91 @@ def test_the_own_item_is_no_negative() -> None:
         softmax_logits(torch.ones(3, 1), torch.ones(4, 1), ids[:3])
 
 
+def test_what_a_user_has_taken_is_no_negative() -> None:
+    ids = torch.tensor([7, 8, 9, 9, 5])  # the last two are negatives
+    taken = Ragged(torch.tensor([9, 7, 3, 5, 100]), torch.tensor([0, 3, 3, 5]))  # [9, 7, 3], [] and [5, 100]
+    logits, _ = softmax_logits(torch.ones(3, 1), torch.ones(5, 1), ids, exclude=taken)
+    assert torch.isinf(logits).nonzero().tolist() == [[0, 2], [0, 3], [2, 3], [2, 4]]
+    with pytest.raises(ValueError, match="`exclude` must have a list for each of 2 rows, got 3 lists"):
+        softmax_logits(torch.ones(2, 1), torch.ones(5, 1), ids, exclude=taken)
+
+
+@given(st.integers(0, 6), st.integers(1, 9), st.integers(1, 12), st.sampled_from([None, 0.0, 0.5]), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_the_hardest_negatives_are_those_of_a_sort(
+    rows: int, candidates: int, count: int, margin: float | None, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, candidates, generator=draw)
+    own = torch.randint(candidates, (rows,), generator=draw)
+    logits[torch.rand(rows, candidates, generator=draw) < 0.3] = -torch.inf  # no negatives
+    logits[torch.arange(rows), own] = torch.randn(rows, generator=draw)
+    logits.requires_grad_()
+    found, zeros = hard_negatives(logits, own, count, margin=margin)
+    width = min(count, candidates - 1)
+    assert found.shape == (rows, 1 + width) and zeros.tolist() == [0] * rows
+    for row, right in enumerate(own.tolist()):
+        one = logits[row].tolist()
+        others = sorted(
+            (x for place, x in enumerate(one) if place != right and (margin is None or x <= one[right] - margin)),
+            reverse=True,
+        )
+        assert found[row].tolist() == [one[right], *(others + [-math.inf] * width)[:width]]
+    loss = cross_entropy(found, zeros, reduction="sum")
+    loss.backward()
+    assert loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
+    if count >= candidates - 1 and margin is None:
+        torch.testing.assert_close(loss, cross_entropy(logits, own, reduction="sum"), msg="all of them: no mining")
+
+
+def test_hard_negatives_that_make_no_sense() -> None:
+    logits, own = torch.zeros(2, 3), torch.tensor([0, 1])
+    for wrong, message in (
+        ((logits, own, 0), "`count` must be at least 1, got 0"),
+        ((logits, own[:1], 1), r"got \(2, 3\) and \(1,\)"),
+        ((logits[0], own, 1), r"`logits` must be of shape \(rows, candidates\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hard_negatives(*wrong)
+    with pytest.raises(ValueError, match="`margin` must be a finite number of at least 0, got -1"):
+        hard_negatives(logits, own, 1, margin=-1)
+
+
 def test_negatives_of_all_ranks_are_those_of_one_process_with_all_rows(sessions: Sessions) -> None:
-    """The same logits, and the same gradients; ranks have different numbers of rows and of negatives."""
+    """The same logits, and the same gradients, also of the hardest; ranks have different numbers of rows and of
+    negatives."""
     rows = 3, 2
     draw = torch.Generator().manual_seed(0)
     queries, items = torch.randn(5, 4, generator=draw), torch.randn(10, 4, generator=draw)
     ids = torch.tensor([1, 2, 3, 2, 4, 5, 1, 2, 3, 4])  # rank 0: three items and a negative, rank 1: two and four
     shares = torch.tensor([0.0, 0.4, 0.3, 0.2, 0.05, 0.05])
+    taken = [[2, 4], [], [1], [5], [5, 1]]
 
-    def of_rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def lists(some: list[list[int]]) -> Ragged:
+        offsets = torch.tensor([0, *map(len, some)]).cumsum(0)
+        return Ragged(torch.tensor([code for one in some for code in one], dtype=torch.int64), offsets)
+
+    def of_rank() -> tuple[torch.Tensor, ...]:
         rank = torch.distributed.get_rank()
         mine = queries.split(rows)[rank].clone().requires_grad_()
         every = items.split([4, 6])[rank].clone().requires_grad_()
         options: dict[str, Any] = {"drawn": shares**0.5, "across_ranks": True}
+        options["exclude"] = lists(taken[:3] if rank == 0 else taken[3:])
         logits, own = softmax_logits(mine, every, ids.split([4, 6])[rank], shares, **options)
-        cross_entropy(logits, own, reduction="sum").backward()
-        return logits.detach(), mine.grad, every.grad
+        hard, first = hard_negatives(logits, own, 3)
+        (cross_entropy(logits, own, reduction="sum") + cross_entropy(hard, first, reduction="sum")).backward()
+        return logits.detach(), hard.detach(), mine.grad, every.grad
 
     found = sessions[2].run_all(of_rank)
     queries.requires_grad_(), items.requires_grad_()
     chance = 5 * shares + 5 * shares**0.5 / (shares**0.5).sum()
     logits = queries @ items.T - (chance[ids] / 10).log()
     own = torch.tensor([0, 1, 2, 4, 5])
-    other = (ids[own, None] == ids).scatter(1, own[:, None], False)
-    logits = logits.masked_fill(other, -torch.inf)
-    cross_entropy(logits, own, reduction="sum").backward()
-    for number, expected in enumerate((logits.detach(), queries.grad, items.grad)):
+    other = torch.tensor([[code in some for code in ids.tolist()] for some in taken]) | (ids[own, None] == ids)
+    logits = logits.masked_fill(other.scatter(1, own[:, None], False), -torch.inf)
+    hard, first = hard_negatives(logits, own, 3)
+    (cross_entropy(logits, own, reduction="sum") + cross_entropy(hard, first, reduction="sum")).backward()
+    for number, expected in enumerate((logits.detach(), hard.detach(), queries.grad, items.grad)):
         torch.testing.assert_close(torch.cat([one[number] for one in found]), expected)
 
 

@@ -753,6 +753,7 @@ def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ({"epochs": 1.5}, "`epochs` must be an integer, at least 1, got 1.5"),
         ({"epochs": 1, "metrics": [AUC()]}, "`metrics` must be a dict from name to metric, got list"),
         ({"epochs": 1, "metrics": {"auc": AUC}}, "`metrics` must have metrics such as .* for 'auc'"),
+        ({"epochs": 1, "metrics": {"loss": AUC()}}, "`metrics` must have other names than step, .*, got 'loss'"),
         ({"epochs": 1, "schedule": lambda step: math.nan}, "`schedule` must return finite numbers, .* nan for step 0"),
         (
             {"epochs": 1, "predict": linear, "schedule": lambda step: -step},

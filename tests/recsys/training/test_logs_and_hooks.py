@@ -146,6 +146,7 @@ def test_what_is_no_log_and_no_hook_is_refused_before_the_training(
         (3, TypeError, "`log` must be a name, or a dict"),
         ({"mlflow": "folder"}, TypeError, "a dict of options for 'mlflow', got 'folder'"),
         ({"json_lines": 3}, TypeError, "a path or a dict of options for 'json_lines', got 3"),
+        ({"json_lines": {"file": "x"}}, ValueError, "no other option than 'path' for 'json_lines', got 'file'"),
     ):
         with pytest.raises(error, match=text):
             check_logs(log)  # type: ignore[arg-type]
@@ -156,6 +157,8 @@ def test_what_is_no_log_and_no_hook_is_refused_before_the_training(
         sessions[1].run(train, steps=1, log="csv")
     with pytest.raises(TypeError, match=r"must have instances of Callback, got <class .*: make one"):
         sessions[1].run(train, steps=1, callbacks=[Callback])
+    with pytest.raises(TypeError, match=r"`callbacks` must be a list of callbacks, got <.*>: give \[<"):
+        sessions[1].run(train, steps=1, callbacks=Callback())
 
 
 def test_a_summary_says_where_ranks_have_what(sessions: Sessions) -> None:

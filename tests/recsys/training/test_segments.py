@@ -79,6 +79,21 @@ def test_what_is_not_there_is_refused(sessions: Sessions) -> None:
         sessions[1].run(run, "country")
     with pytest.raises(ValueError, match="`resamples` must be at least 2, got 1"):
         sessions[1].run(run, resamples=1)
+    with pytest.raises(ValueError, match="`by` must have another name than the columns of the answer, rows, auc, "):
+        sessions[1].run(run, "rows")
+
+
+def test_rows_without_a_segment_are_one_segment(sessions: Sessions) -> None:
+    def errors() -> pl.DataFrame:
+        table = {"x": torch.arange(5.0), "y": torch.zeros(5), "s": torch.tensor([math.nan, 1.0, math.nan, -1.0, 1.0])}
+        loader = MemoryLoader(table, 2)
+        options: dict[str, Any] = {"resamples": 2}
+        return evaluate_by(nn.Identity(), lambda m, b: (m(b["x"]), b["y"]), loader, {"rmse": RMSE()}, "s", **options)
+
+    found = sessions[2].run(errors)
+    assert found["s"].to_list()[:2] == [-1.0, 1.0] and math.isnan(found["s"][2])
+    assert found["rows"].to_list() == [1, 2, 2]
+    assert found["rmse"].to_list() == pytest.approx([3.0, math.sqrt((1 + 16) / 2), math.sqrt(2)])
 
 
 def test_segments_of_users_of_a_recommender() -> None:
@@ -97,5 +112,7 @@ def test_segments_of_users_of_a_recommender() -> None:
         recommender.evaluate(twice, 1, by="country")
     with pytest.raises(ValueError, match="`by` must be another column"):
         recommender.evaluate(later, 1, by="user")
+    with pytest.raises(ValueError, match="not have the name 'count'"):
+        recommender.evaluate(later.rename({"country": "count"}), 1, by="count")
     with pytest.raises(ValueError, match="must have a column 'city'"):
         recommender.evaluate(later, 1, by="city")
