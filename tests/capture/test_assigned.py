@@ -42,7 +42,14 @@ def test_assignments_to_attributes_are_found_in_a_cell(cell: str, chains: list[t
 
 def test_attributes_set_in_modules_are_sent_to_ranks(kernel: Kernel) -> None:
     kernel.ok(CELLS["begin"])
-    kept = ("values", "variables with a module's objects", "the same cell", "taken back", "deleted", "a method of a class")
+    kept = (
+        "values",
+        "variables with a module's objects",
+        "the same cell",
+        "taken back",
+        "deleted",
+        "a method of a class",
+    )
     for name in kept:
         kernel.ok(CELLS[name])
     said = kernel.ok(CELLS["a class that cannot be changed in a rank"]).text
