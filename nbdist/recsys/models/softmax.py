@@ -135,11 +135,11 @@ def hard_negatives(logits: Tensor, own: Tensor, count: int, *, margin: float | N
         >>> from nbdist.recsys.models import hard_negatives
         >>> logits, own = torch.tensor([[2.0, 5.0, 1.0, 0.5], [0.0, 3.0, -1.0, -torch.inf]]), torch.tensor([0, 1])
         >>> hard_negatives(logits, own, 2)
-        (tensor([[2., 5., 1.],
-                [3., 0., -1.]]), tensor([0, 0]))
+        (tensor([[ 2.,  5.,  1.],
+                [ 3.,  0., -1.]]), tensor([0, 0]))
         >>> hard_negatives(logits, own, 2, margin=0.0)[0]
-        tensor([[2.0000, 1.0000, 0.5000],
-                [3.0000, 0.0000, -1.0000]])
+        tensor([[ 2.0000,  1.0000,  0.5000],
+                [ 3.0000,  0.0000, -1.0000]])
     """
     check_count(count, least=1, name="`count`")
     if margin is not None:
