@@ -32,8 +32,10 @@ def _count_ranks(module: types.ModuleType) -> None:
 
 
 def _use_ranks(module: types.ModuleType) -> None:
-    """Make Lightning's `ddp_notebook`, `ddp_fork` and `ddp_spawn` use the ranks, as `ddp` does: each rank would start
-    processes that wait for those of the other ranks forever."""
+    """Make Lightning's `ddp_notebook`, `ddp_fork` and `ddp_spawn` use the ranks, as `ddp` does.
+
+    By themselves they start more processes in each rank, which wait for the other ranks' processes forever.
+    """
     cls: Any = module.DDPStrategy
     configure = cls._configure_launcher
 
