@@ -15,14 +15,13 @@ from ..system.after_import import AfterImport
 
 def install() -> None:
     """Change modules that are imported already, and other modules as soon as they are imported."""
-    accelerators = [
-        f"{package}.accelerators.{kind}"
-        for package in ("lightning_fabric", "pytorch_lightning", "lightning.fabric", "lightning.pytorch")
-        for kind in ("cpu", "cuda")
-    ]
+    packages = "lightning_fabric", "pytorch_lightning", "lightning.fabric", "lightning.pytorch"
+    accelerators = [f"{package}.accelerators.{kind}" for package in packages for kind in ("cpu", "cuda")]
+    strategies = [f"{package}.strategies.ddp" for package in packages]
     groups = {"torch.distributed.distributed_c10d": default_group.patch}
     blocks = dict.fromkeys(["multiprocessing.shared_memory", "multiprocess.shared_memory"], _leave_to_owners)
-    sys.meta_path.insert(0, AfterImport({**groups, **blocks, **dict.fromkeys(accelerators, _count_ranks)}))
+    lightning = {**dict.fromkeys(accelerators, _count_ranks), **dict.fromkeys(strategies, _use_ranks)}
+    sys.meta_path.insert(0, AfterImport({**groups, **blocks, **lightning}))
 
 
 def _count_ranks(module: types.ModuleType) -> None:
@@ -30,6 +29,22 @@ def _count_ranks(module: types.ModuleType) -> None:
     for kind in ("CPUAccelerator", "CUDAAccelerator"):
         if hasattr(module, kind):
             getattr(module, kind).auto_device_count = staticmethod(lambda: int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+def _use_ranks(module: types.ModuleType) -> None:
+    """Make Lightning's `ddp_notebook`, `ddp_fork` and `ddp_spawn` use the ranks, as `ddp` does.
+
+    By themselves they start more processes in each rank, which wait for the other ranks' processes forever.
+    """
+    cls: Any = module.DDPStrategy
+    configure = cls._configure_launcher
+
+    @functools.wraps(configure)
+    def configure_launcher(self: Any) -> None:
+        self._start_method = "popen"
+        configure(self)
+
+    cls._configure_launcher = configure_launcher
 
 
 def _leave_to_owners(module: types.ModuleType) -> None:

@@ -41,7 +41,8 @@ def with_fabric(**options):
 
 
 with Session(2) as session:
-    for options in ({"strategy": "ddp", "devices": 2}, {"devices": 2}, {"devices": "auto"}, {}):
+    named = [{"strategy": name, "devices": 2} for name in ("ddp", "ddp_notebook", "ddp_spawn")]
+    for options in (*named, {"devices": 2}, {"devices": "auto"}, {}):
         first, second = session.run_all(with_trainer, **options)
         assert first[:3] == (2, 0, 4) and second[:3] == (2, 1, 4) and first[3] == second[3], options
         assert session.run_all(with_fabric, **options) == [(2, "DistributedDataParallel")] * 2, options
