@@ -86,6 +86,7 @@ def test_removed_variables_are_restored_for_the_next_call(session: Session) -> N
         assert found == [[0, "0", "2"], [1, "1", "2"]]
     assert session.run(lambda: os.environ["OMP_NUM_THREADS"]) == "3", "what else a call sets stays"
     session.restart()
+    assert session.run(lambda: os.environ["OMP_NUM_THREADS"]) != "3"
 
 
 def test_a_mapped_file_whose_name_is_no_utf_8(tmp_path: Path) -> None:
