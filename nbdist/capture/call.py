@@ -161,8 +161,9 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
 
 def _in_modules(pickler: Pickler) -> dict[str, list[tuple[str, str]]]:
     """Return the places in the user's own modules of the objects that `pickler` has sent, by variable."""
-    captured, places = pickler.captured, objects_of_own_modules()
-    names = [name for key, name in pickler.used if key == "__main__" and name in captured] if places else []
+    captured = pickler.captured
+    names = [name for key, name in pickler.used if key == "__main__" and name in captured]
+    places = objects_of_own_modules() if names else {}
     return {name: places[id(captured[name])] for name in names if id(captured[name]) in places}
 
 
