@@ -25,7 +25,7 @@ from ..errors import NbdistError
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
-from ..system.processes import own_pidfd, redirect_to_devnull, register_after_fork
+from ..system.processes import open_standard_descriptors, own_pidfd, redirect_to_devnull, register_after_fork
 from ..system.scratch import new_name
 from ..system.search_path import search_path
 from ..wire.channel import Channel
@@ -84,6 +84,7 @@ class ForkServer:
         """The modules that were requested, and may not be imported yet."""
         self._importing_since, self._broken_off = 0.0, False
         self._last_launch = self._importing_after = -1
+        open_standard_descriptors()
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         self._launches = itertools.count()

@@ -33,10 +33,21 @@ def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) 
     The process has a process session of its own, so that the notebook's interrupts do not reach it, and no standard
     input.
     """
-    options = {"stdin": subprocess.DEVNULL, "cwd": working_folder(), **options}  # IPython needs one that exists
+    streams = {"stdin": subprocess.DEVNULL}
+    for fd, stream in ((1, "stdout"), (2, "stderr")):
+        if not _inheritable(fd):  # it is closed, or a file that was opened while it was
+            streams[stream] = subprocess.DEVNULL
+    options = {**streams, "cwd": working_folder(), **options}  # IPython needs a folder that exists
     environ = {**os.environ, **module_path(), **env}
     with _without_debugger():
         return subprocess.Popen(command(module, *arguments), env=environ, start_new_session=True, **options)
+
+
+def _inheritable(fd: int) -> bool:
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False
 
 
 def _without_debugger() -> contextlib.AbstractContextManager[None]:

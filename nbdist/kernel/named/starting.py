@@ -13,7 +13,7 @@ from ...engines.origin import here
 from ...errors import NbdistError
 from ...notebook.shell import kernel_shell
 from ...system import interpreter
-from ...system.processes import redirect_to_devnull, register_after_fork
+from ...system.processes import open_standard_descriptors, redirect_to_devnull, register_after_fork
 from ...wire.channel import Channel
 from ...wire.session_folder import SessionFolder
 from ..calls.group import Layout
@@ -78,6 +78,7 @@ class _NewKeeper:
     """The process of a keeper that has no session yet. Until it gets one, it ends with this process."""
 
     def __init__(self) -> None:
+        open_standard_descriptors()
         ours, theirs = socket.socketpair()
         with contextlib.closing(theirs):
             self._process = interpreter.start(
