@@ -22,6 +22,8 @@ SECONDS: dict[str, tuple[float, float, int]] = json.loads((HERE / "seconds.json"
 UNKNOWN = 2.0
 #: Seconds of a test, on average over its file, above which it is slow.
 SLOW = 0.2
+#: Lines of an error that are shown at once.
+WHY = 6
 #: Seconds between two lines about the progress.
 INTERVAL = 15.0
 
@@ -104,6 +106,10 @@ class Progress:
         if report.failed:
             self._failed += 1
             self._say(f"FAILED {report.nodeid}" + f" in {report.when}" * (report.when != "call"))
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = report.longrepr if crash is None else crash.message
+            for line in str(why).splitlines()[:WHY]:  # a run that is stopped shows no more
+                self._say(f"    {line[:300]}")
         if report.when == "teardown":
             file = file_of(report.nodeid)
             self._left[file] = self._left.get(file, 1) - 1
