@@ -12,7 +12,7 @@ import collections
 import pickle
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ....deaths import lost_with_task
@@ -70,16 +70,7 @@ class Tasks(Link):
         self._live = not str(options.address).startswith("ray://")  # Ray's client knows no generators
         self._task = _task(options, self._live)
         self._here = here
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._reset(())
-
-    def _reset(self, about: Sequence[Any]) -> None:
-        self._about = secrets.token_hex(8), self._here, *about
-        self._segments: dict[str, tuple[int, dict[int, Any]]] = {}
-        self._begun: dict[int, Message] = {}
-        self._waiting: dict[int, collections.deque[Message]] = {rank: collections.deque() for rank in self.ranks}
-        self._jobs: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, Any] = {}
+        self._call = _Call((), self.ranks)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Do the work of an agent."""
@@ -93,36 +84,39 @@ class Tasks(Link):
         return await methods[method](*arguments)
 
     async def _open(self, surroundings: Any, first: int, count: int, modules: Any, notebook: bool, env: Any) -> Node:
-        self._reset((surroundings, modules, notebook, env))
-        self._events = asyncio.Queue()
+        about = secrets.token_hex(8), self._here, surroundings, modules, notebook, env
+        self._call = _Call(about, self.ranks)
         return Node("", "the cluster", "", {}, "", (), [[] for _ in range(count)])
 
     async def _store(self, key: str, size: int, start: int, part: Any, below: Sequence[Any]) -> set[int]:
-        self._segments.setdefault(key, (size, {}))[1][start] = part
+        self._call.segments.setdefault(key, (size, {}))[1][start] = part
         return set()
 
     async def _deliver(self, number: int, items: Sequence[tuple[bytes, Any]], keep: Sequence[str]) -> None:
+        segments = self._call.segments
         for pickled, about in items:
             if about is not None:
                 inline, spans, keys = about
-                about = inline, [tuple(span) for span in spans], [(key, *self._segments[key]) for key in keys]
+                about = inline, [tuple(span) for span in spans], [(key, *segments[key]) for key in keys]
             for rank, message in pickle.loads(pickled):
                 self._take(rank, message, about)
-        for key in set(self._segments) - set(keep):
-            del self._segments[key]
+        for key in set(segments) - set(keep):
+            del segments[key]
 
     def _take(self, rank: int, message: ToRank, about: Any) -> None:
+        call = self._call
         if isinstance(message, Begin):
-            self._begun[rank] = message, about
+            call.begun[rank] = message, about
         elif isinstance(message, Items):
-            self._waiting[rank].append((message, about))
-            if rank not in self._jobs:
-                self._jobs[rank] = asyncio.get_running_loop().create_task(self._work(rank))
+            call.waiting[rank].append((message, about))
+            if rank not in call.jobs:
+                call.jobs[rank] = asyncio.get_running_loop().create_task(self._work(call, rank))
 
     async def _poll(self, number: int) -> tuple[int, int, list[Event]]:
-        events = [await self._events.get()]
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
+        queue = self._call.events
+        events = [await queue.get()]
+        while not queue.empty():
+            events.append(queue.get_nowait())
         if ("closed",) in events:
             return number + 1, 0, [("closed",)]
         output = sum(len(event[-1]) for event in events if event[0] == "output")
@@ -131,47 +125,40 @@ class Tasks(Link):
     async def _ask(self, what: str, *arguments: Any) -> Any:
         if what == "received":  # the question whether it lives
             return 0
+        call = self._call
         if what == "signals":
             for rank, signum in arguments[0]:
-                self._cancel(rank, signum == signal.SIGKILL)
+                call.cancel(rank, signum == signal.SIGKILL)
         elif what == "close":
             for rank in self.ranks:
-                self._cancel(rank)
-            if self._jobs:
-                _, late = await asyncio.wait(list(self._jobs.values()), timeout=max(arguments[0], 1.0))
-                for rank in [rank for rank, job in self._jobs.items() if job in late]:
-                    self._cancel(rank, force=True)
-            self._reset(())
-            self._events.put_nowait(("closed",))
+                call.cancel(rank)
+            if call.jobs:
+                _, late = await asyncio.wait(list(call.jobs.values()), timeout=max(arguments[0], 1.0))
+                for rank in [rank for rank, job in call.jobs.items() if job in late]:
+                    call.cancel(rank, force=True)
+            call.segments.clear()
+            call.events.put_nowait(("closed",))
         return None
 
-    def _cancel(self, rank: int, force: bool = False) -> None:
-        """Interrupt a worker; `force` ends the Ray process in which it works."""
-        import ray
-
-        self._waiting[rank].clear()
-        if rank in self._running:
-            ray.cancel(self._running[rank], force=force)
-
-    async def _work(self, rank: int) -> None:
+    async def _work(self, call: _Call, rank: int) -> None:
         """Run the waiting chunks of a worker, one task after another."""
         try:
-            while self._waiting[rank]:
-                async for event in self._done(rank, self._waiting[rank].popleft()):
-                    self._events.put_nowait(_of_worker(rank, event))
+            while call.waiting[rank]:
+                async for event in self._done(call, rank, call.waiting[rank].popleft()):
+                    call.events.put_nowait(_of_worker(rank, event))
                     if event[0] == "exit":
-                        self._waiting[rank].clear()
+                        call.waiting[rank].clear()
         finally:
-            self._running.pop(rank, None)
-            self._jobs.pop(rank, None)
+            call.running.pop(rank, None)
+            call.jobs.pop(rank, None)
 
-    async def _done(self, rank: int, items: Message) -> AsyncIterator[Event]:
+    async def _done(self, call: _Call, rank: int, items: Message) -> AsyncIterator[Event]:
         """Yield the events of a chunk while a task works on it."""
         import ray
 
         ended = False
         try:
-            task = self._running[rank] = self._task.remote(*self._about, self._begun[rank], items)
+            task = call.running[rank] = self._task.remote(*call.about, call.begun[rank], items)
             async for events in self._answers(task):
                 for event in events:
                     ended = ended or is_last(event)
@@ -189,6 +176,27 @@ class Tasks(Link):
                 yield await part
         else:
             yield await asyncio.wrap_future(task.future())
+
+
+class _Call:
+    """The state of one call. A task that ends late, after its call, reports to its own call and not to the next one."""
+
+    def __init__(self, about: Sequence[Any], ranks: Iterable[int]) -> None:
+        self.about = about
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.segments: dict[str, tuple[int, dict[int, Any]]] = {}
+        self.begun: dict[int, Message] = {}
+        self.waiting: dict[int, collections.deque[Message]] = {rank: collections.deque() for rank in ranks}
+        self.jobs: dict[int, asyncio.Task[None]] = {}
+        self.running: dict[int, Any] = {}
+
+    def cancel(self, rank: int, force: bool = False) -> None:
+        """Interrupt a worker; `force` ends the Ray process in which it works."""
+        import ray
+
+        self.waiting[rank].clear()
+        if rank in self.running:
+            ray.cancel(self.running[rank], force=force)
 
 
 def _of_worker(rank: int, event: Event) -> Event:
