@@ -187,8 +187,8 @@ def shared_memory_names() -> set[str]:
 def left_in_shared_memory(before: set[str]) -> set[str]:
     """Return new names in /dev/shm that stay: other tests that run at the same time make some, too.
 
-    Names of Triton servers stay as long as these run; their own tests watch them. joblib may leave an empty folder when a
-    kernel in which it has run ends at once.
+    Names of Triton servers stay as long as these run; their own tests watch them. joblib may leave an empty folder
+    when a kernel in which it has run ends at once.
     """
     others = ("psm_", "nbdist-triton-", "joblib_memmapping_folder_")
     new = {name for name in shared_memory_names() - before if not name.startswith(others)}
