@@ -79,39 +79,44 @@ def assigned_in(cell: str) -> Iterator[Chain]:
     calls."""
     if not any(mark in cell for mark in (".", "[", "setattr")):
         return
+    for node in outside_functions(cell):
+        target: ast.AST | None = None
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            target = node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            target = node.func  # settings.RATES.update(...)
+        chain = chain_of(target) if target is not None else ()
+        if isinstance(node, ast.Call) and chain:
+            chain = (*chain[:-1], "") if len(chain) > 2 else (*chain[:-1], *CALLED)  # a method changes its object
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            name = node.args[1] if len(node.args) == 3 else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                chain = chain_of(node.args[0])
+                chain = (*chain, name.value) if chain else ()
+        if len(chain) > 1:
+            yield chain
+
+
+def outside_functions(cell: str) -> Iterator[ast.AST]:
+    """Yield the nodes of a cell's code that are in no function."""
     try:
         nodes: list[ast.AST] = list(ast.parse(cell).body)
     except (SyntaxError, ValueError):
         return
     while nodes:
         node = nodes.pop(0)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            continue
-        target: ast.AST | None = None
-        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            target = node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            target = node.func  # settings.RATES.update(...)
-        chain = _chain(target) if target is not None else ()
-        if isinstance(node, ast.Call) and chain:
-            chain = (*chain[:-1], "") if len(chain) > 2 else (*chain[:-1], *CALLED)  # a method changes its object
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
-            name = node.args[1] if len(node.args) == 3 else None
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                chain = _chain(node.args[0])
-                chain = (*chain, name.value) if chain else ()
-        if len(chain) > 1:
-            yield chain
-        nodes += ast.iter_child_nodes(node)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node
+            nodes += ast.iter_child_nodes(node)
 
 
-def _chain(node: ast.AST) -> Chain:
+def chain_of(node: ast.AST) -> Chain:
     """Return the names of `a.b.c`, or of `a.b[0].c` with "" in place of the index; an empty tuple for other
     expressions."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, (ast.Attribute, ast.Subscript)):
-        before = _chain(node.value)
+        before = chain_of(node.value)
         return (*before, node.attr if isinstance(node, ast.Attribute) else "") if before else ()
     return ()
 

@@ -82,6 +82,8 @@ def capture_call(
         gone=_gone(pickler),
         in_modules=_in_modules(pickler),
     )
+    if settings:
+        sender.warn_of_module_state(pickler.modules, _names_in(pickler.originals))
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, _DATA)
     modules = pickler.modules | set(alongside) | (sender.modules() if settings else set())
     return Call(header, parcel, pickler.originals, modules, pickler.used)
@@ -145,6 +147,11 @@ def _sources(objects: Iterable[Any]) -> dict[str, str]:
         if not os.path.exists(name) and (lines := linecache.getlines(name)):
             sources[name] = "".join(lines)
     return sources
+
+
+def _names_in(objects: Iterable[Any]) -> set[str]:
+    codes = (obj.__code__ for obj in objects if isinstance(obj, types.FunctionType))
+    return {name for code in codes for name in code.co_names}
 
 
 #: Variables of the notebook that calls of this process have taken along.

@@ -6,6 +6,7 @@ import contextlib
 import copyreg
 import functools
 import io
+import pickle
 import sys
 import types
 from collections.abc import Iterable, Mapping
@@ -84,13 +85,26 @@ def _culprit(path: str, obj: Any, deep: bool, instead: Mapping[int, Any]) -> tup
     For an object that is nested too deeply, the path leads to a variable: all parts of it are too deep as well.
     """
     instead = {**instead, id(obj): None}  # what leads to a part is not to blame
-    for step, child in _parts(obj) if not deep or is_a(obj, _CALLABLES) else ():
+    parts = _parts(obj) if is_a(obj, _CALLABLES) or not (deep or _refuses(obj)) else []
+    for step, child in parts:
         if id(child) not in instead and _fails(child, deep, instead):
             return _culprit(path + step if step[0] in "[.(" else step, child, deep, instead)
     return path, obj
 
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _refuses(obj: Any) -> bool:
+    """Return whether `obj` raises an exception that has nothing to do with its parts, such as a queue that may only be
+    inherited."""
+    if not _fails(obj, False, {id(child): None for _, child in _parts(obj)}):
+        return False
+    try:
+        obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return True
+    return False
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:

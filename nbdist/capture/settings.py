@@ -31,13 +31,14 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..system.search_path import search_path
 from . import experiment_tracking, library_options, python_modes, torch_modes
 from .foreign import looked
 from .loggers import Loggers
+from .module_state import ModuleState
 from .patches import Patches
 from .refusals import pickle_setting
 from .registries import Registries
@@ -51,7 +52,7 @@ class SettingsSender:
     changed."""
 
     def __init__(self) -> None:
-        self._patches, self._registries = Patches(), Registries()
+        self._patches, self._registries, self._module_state = Patches(), Registries(), ModuleState()
         self._last: dict[str, Any] = {}
         self._pickled: dict[str, bytes] = {}
         self._modules: dict[str, set[str]] = {}
@@ -62,6 +63,15 @@ class SettingsSender:
         such as categories of warnings."""
         with self._lock:
             return set().union(*self._modules.values())
+
+    def warn_of_module_state(self, modules: Collection[str], called: Collection[str]) -> None:
+        """Warn of what cells have set in these `modules` by functions of the modules, except those whose names are
+        `called` in ranks."""
+        with self._lock:
+            patches = self._last.get("patches", ())
+            looked(
+                lambda: self._module_state.warn(modules, called, patches), None, "what functions of modules have set"
+            )
 
     def take(self) -> dict[str, bytes]:
         """Return the pickles of all settings. A warning names the settings that cannot be pickled and are not set in

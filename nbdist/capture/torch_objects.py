@@ -44,6 +44,8 @@ def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
         return reduction or _reduce_parametrized(obj) or _reduce_graph(torch, obj)
     if type(obj) is torch.jit.ScriptFunction:
         return _reduce_script(torch, obj, to_cpu)
+    if type(obj) is torch._C.ScriptMethod:  # of a scripted or traced model
+        return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
     if isinstance(obj, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return _reduce_named(torch, obj)
     exported = sys.modules.get("torch.export.exported_program")

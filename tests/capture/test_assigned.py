@@ -48,6 +48,7 @@ def test_attributes_set_in_modules_are_sent_to_ranks(kernel: Kernel) -> None:
         "the same cell",
         "taken back",
         "deleted",
+        "set by a function of the module",
         "a method of a class",
     )
     for name in kept:

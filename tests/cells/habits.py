@@ -587,9 +587,9 @@ try:
 finally:
     torch.set_default_dtype(torch.float32)
 
-# %% A function under numba's njit
-# happens: It arrives, and is compiled where it is called; one that calls another, too.
-# reported: numba/numba#795, numba/numba#2956
+# %% A function under numba's njit or vectorize
+# happens: It arrives, and is compiled where it is called, also with `parallel=True` or `cache=True`.
+# reported: numba/numba#795, numba/numba#2956, cloudpipe/cloudpickle#439, cloudpipe/cloudpickle#502
 import numba
 import numpy as np
 
@@ -607,8 +607,25 @@ def outer(values):
     return total
 
 
-assert outer(np.arange(3.0)) == 6
+table = np.arange(5.0)
+
+
+@numba.njit(parallel=True, cache=True)
+def total(values):
+    found = table[2]
+    for i in numba.prange(len(values)):
+        found += values[i]
+    return found
+
+
+@numba.vectorize
+def plus(a, b):
+    return a + b
+
+
+assert outer(np.arange(3.0)) == 6 and total(np.ones(4)) == 6
 assert in_ddp(1, outer, np.arange(4.0)) == 12
+assert in_ddp(1, lambda: (total(np.ones(100)), plus(np.ones(2), 1).tolist())) == (102, [2.0, 2.0])
 
 # %% An engine or a connection of SQLAlchemy, and classes that are mapped to tables
 # happens: A connected engine, a connection and a mapped class of a cell are refused by name. Classes of a module work.
@@ -1301,3 +1318,128 @@ def numbers():
 
 assert in_ddp(1, numbers) == numbers() == (1.5, 3, True, True)
 assert parallel_map(labs, [-1, -2], workers=1, progress=False) == [1, 2]
+
+# %% Functions that `%run` and `runpy.run_path` bring
+# happens: Each has the variables of its own file.
+# reported: qutip/qutip-notebooks#100, microsoft/vscode-jupyter#12485
+import pathlib
+import runpy
+
+pathlib.Path("brought.py").write_text("SCALE = 3\n\n\ndef scaled(x):\n    return x * SCALE\n")
+get_ipython().run_line_magic("run", "brought.py")
+SCALE = 5
+other = runpy.run_path("brought.py")["scaled"]
+assert in_ddp(1, scaled, 2) == 6 and in_ddp(1, lambda: (scaled(1), SCALE, other(2))) == (3, 5, 6)
+
+# %% A module that importlib has loaded from a path, with and without an entry in `sys.modules`
+# happens: It arrives, and objects of its classes come back as the notebook's.
+# reported: microsoft/qlib#431, vllm-project/llm-compressor#3194
+import importlib.util
+import pathlib
+import sys
+
+pathlib.Path("of-a-path.py").write_text("K = 7\n\n\nclass Box:\n    def __init__(self, v):\n        self.v = v * K\n")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, "of-a-path.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+one, two = load("one"), load("two")
+sys.modules["two"] = two
+boxes = in_ddp(1, lambda: (one.Box(2), two.Box(3)))
+assert (type(boxes[0]), type(boxes[1])) == (one.Box, two.Box) and (boxes[0].v, boxes[1].v) == (14, 21)
+del sys.modules["two"]
+
+# %% Calls under `redirect_stdout`, `capture_output` and `%%capture`
+# happens: What rank 0 prints and displays is there.
+# reported: ipython/ipyparallel#401, openmc-dev/openmc#390, ipython/ipython#1870
+import contextlib
+import io
+
+from IPython.utils.capture import capture_output
+
+
+def speak():
+    from IPython.display import HTML, display
+
+    print("one line")
+    display(HTML("<b>bold</b>"))
+
+
+with contextlib.redirect_stdout(io.StringIO()) as text:
+    in_ddp(2, lambda: print("one line"))
+with capture_output() as captured:
+    in_ddp(2, speak)
+get_ipython().run_cell_magic("capture", "kept", "in_ddp(2, speak)")
+assert text.getvalue() == captured.stdout == kept.stdout == "one line\n"
+assert [list(one.data) for one in captured.outputs] == [["text/plain", "text/html"]]
+assert "<b>bold</b>" in str(kept.outputs[0].data)
+
+# %% `optuna.TrialPruned`, raised in a rank
+# happens: It prunes the trial of the notebook.
+# reported: optuna/optuna#2726, optuna/optuna-examples#294
+import optuna
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def train(rate):
+    if rate > 0.5:
+        raise optuna.TrialPruned
+    return rate
+
+
+study = optuna.create_study()
+for rate in (0.2, 0.8):
+    study.enqueue_trial({"rate": rate})
+study.optimize(lambda trial: in_ddp(1, train, trial.suggest_float("rate", 0, 1)), n_trials=2)
+assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
+
+# %% `torch.distributed.rpc` between ranks, with a function of the notebook
+# happens: The other rank has the function.
+# reported: pytorch/pytorch#24920
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+
+
+def add(a, b):
+    return a + b
+
+
+def ask():
+    rank = dist.get_rank()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    value = rpc.rpc_sync(f"worker{1 - rank}", add, args=(torch.ones(2), rank))
+    rpc.shutdown()
+    return value.tolist()
+
+
+with Session(2) as session:
+    assert session.run_all(ask) == [[1.0, 1.0], [2.0, 2.0]]
+
+# %% Functions that torch.func, torch.vmap, torch.compile and torch.fx have made, as globals
+# happens: They arrive.
+# reported: pytorch/pytorch#116589, ray-project/ray#42295, pymc-devs/pytensor#1072
+import torch
+from torch import nn
+
+traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
+halves, slope = torch.vmap(lambda x: x / 2), torch.func.grad(lambda x: (x**2).sum())
+
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return x + 1
+
+
+def values():
+    ones = torch.ones(1, 1)
+    return [fn(ones).item() for fn in (traced, halves, slope, compiled)]
+
+
+assert in_ddp(1, values) == values() and values()[1:] == [0.5, 2.0, 2.0]

@@ -233,6 +233,16 @@ BY_HAND = [
         "pytorch/pytorch#185170, pytorch/pytorch#186418",
     ),
     (
+        "Notebooks run by papermill 2.7.0 in the workers of `parallel_map`",
+        "They run, two at a time.",
+        "nteract/papermill#552",
+    ),
+    (
+        "A `Dataset` of datasets 5.2.0 as a global, and its `map(num_proc=2)` in a rank",
+        "It arrives, and the rank's own processes map it.",
+        "",
+    ),
+    (
         "A typed list, a typed dictionary, a `jitclass` or a stencil of numba 0.68; a `Struct` of msgspec",
         "They are refused by name.",
         "numba/numba#8791, numba/numba#1846, msgspec/msgspec#394",
@@ -266,7 +276,7 @@ def _said(text: str, what: str) -> str:
 
 def needs(case: str) -> list[str]:
     """The libraries that a cell imports and that may be missing."""
-    libraries = "pydantic|sklearn|joblib|matplotlib|PIL|numba|sqlalchemy|tqdm|lightning"
+    libraries = "pydantic|sklearn|joblib|matplotlib|PIL|numba|sqlalchemy|tqdm|lightning|optuna"
     return re.findall(rf"^(?:import|from) ({libraries})", CELLS[case], re.MULTILINE)
 
 

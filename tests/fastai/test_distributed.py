@@ -19,8 +19,10 @@ from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives Learner 
 from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
+from fastai.losses import MSELossFlat
 from fastai.torch_core import set_seed
-from torch.utils.data import TensorDataset
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from nbdist import Session, in_ddp, warm
 from nbdist.fastai import fast
@@ -207,6 +209,24 @@ def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None
         return losses(learn)
 
     assert np.isfinite(in_ddp(2, fn, ratings[:2000])).all()
+
+
+def with_loaders_of_torch() -> Learner:
+    import fastai.distributed  # noqa: F401 (gives Learner distrib_ctx)
+
+    x = torch.randn(256, 4)
+    rows = TensorDataset(x, x.sum(1, keepdim=True))
+    loaders = DataLoaders(DataLoader(rows, 32, shuffle=True), DataLoader(rows, 32))
+    learn = Learner(loaders, nn.Linear(4, 1), loss_func=MSELossFlat())
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-2)
+    return learn
+
+
+def test_ranks_share_the_rows_of_loaders_of_torch(session: Session) -> None:
+    learn = session.run(with_loaders_of_torch)
+    assert len(learn.recorder.losses) == 256 // (2 * 32)
+    assert type(learn.dls.train).__module__.startswith(("torch", "fastai"))
 
 
 @pytest.mark.long("larger trainings")

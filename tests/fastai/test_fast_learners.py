@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.learner import AvgSmoothLoss, Learner
+from fastai.learner import AvgSmoothLoss, Learner, load_learner
 from fastai.optimizer import SGD, Adam, Optimizer
 from fastai.tabular.core import Categorify, FillMissing, Normalize, TabDataLoader, TabWeightedDL
 from fastai.tabular.data import TabularDataLoaders
@@ -134,6 +135,24 @@ def train(frame: pd.DataFrame, bs: int, epochs: int, quick: bool) -> tuple[Learn
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback(before_batch=count)):
         learn.fit_one_cycle(epochs, 5e-3, wd=0.1)
     return learn, seen
+
+
+def predicted(learn: Learner, rows: pd.DataFrame) -> torch.Tensor:
+    with learn.no_bar():
+        found: torch.Tensor = learn.get_preds(dl=learn.dls.test_dl(rows))[0].flatten()
+    return found
+
+
+def test_a_fast_learner_that_came_back_predicts(session: Session, ratings: pd.DataFrame, tmp_path: Path) -> None:
+    learn, _ = session.run(train, ratings[:1000], 64, 1, True, imports=IMPORTS)
+    rows = ratings[:6].drop(columns="rating")
+    others = rows.assign(title=["no such film", *rows["title"][1:]], user=[rows["user"][0], 99_999, *rows["user"][2:]])
+    known, strange = predicted(learn, rows), predicted(learn, others)
+    assert strange.isfinite().all() and torch.equal(known[2:], strange[2:]) and not torch.equal(known[:1], strange[:1])
+    learn.export(tmp_path / "learner.pkl")
+    assert torch.equal(predicted(load_learner(tmp_path / "learner.pkl"), rows), known)
+    with learn.no_bar():
+        assert [len(learn.get_preds(ds_idx=number)[0]) for number in (0, 1)] == [800, 200]
 
 
 @pytest.mark.long("larger trainings")

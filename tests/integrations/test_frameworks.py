@@ -10,6 +10,7 @@ from cells import cells
 from conftest import Kernel
 
 CELLS = cells("integrations/cells/frameworks.py")
+TUTORIAL = "transformers as its tutorial of fine-tuning writes it"
 pytestmark = pytest.mark.long("other projects' frameworks")
 
 
@@ -28,7 +29,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     [
         ("lightning", ["Lightning"]),
         ("accelerate", ["an Accelerator of an earlier cell", "accelerate", "what was prepared in an earlier cell"]),
-        ("transformers", ["TrainingArguments of an earlier cell", "transformers"]),
+        ("transformers", ["TrainingArguments of an earlier cell", "transformers", TUTORIAL]),
         ("ignite", ["ignite"]),
     ],
 )

@@ -104,6 +104,44 @@ assert there() == session.run(there) == (False, False, False)
 importlib.reload(own_settings)
 agree()
 
+# %% set by a function of the module
+import warnings
+
+pathlib.Path("configured.py").write_text(
+    """RATE, DEPTH, CACHE = 1, 1, None
+
+def configure(rate):
+    global RATE, DEPTH, CACHE
+    RATE, DEPTH, CACHE = rate, rate, object()
+
+def rate():
+    return RATE
+"""
+)
+import configured
+from configured import rate
+
+configured.configure(5)
+
+
+def said(fn):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = session.run(fn)
+    return value, [str(one.message) for one in caught]
+
+
+def too():
+    configured.configure(6)
+    return rate()
+
+
+assert said(int) == (0, []) and said(too) == (6, [])
+configured.DEPTH = 7
+value, (text,) = said(lambda: configured.DEPTH)
+assert value == 7 and "configured.configure, which a cell has called, has set RATE of the module" in text, text
+assert "Call configure in the function, too, or set configured.RATE in a cell" in text and said(rate)[1] == []
+
 # %% a method of a class
 import warnings
 

@@ -8,8 +8,16 @@ class Log:
         self.file.close()
 
 
+class Running:
+    def __init__(self):
+        self.steps = [(step for step in ()) for _ in range(30)]
+
+    def __reduce__(self):
+        raise NotImplementedError("only where it runs")
+
+
 def train():
-    return {"weights": [0.5], "logs": [Log(), 5], "rows": (row for row in ())}
+    return {"weights": [0.5], "logs": [Log(), 5], "rows": (row for row in ()), "running": Running()}
 
 
 try:
@@ -19,6 +27,7 @@ except CaptureError as error:
     value = error.value
 assert value["weights"] == [0.5] and value["logs"][1] == 5 and value["logs"][0].rows == [1, 2]
 assert "returned['logs'][0].file (TextIOWrapper: " in repr(value["logs"][0].file) and "generator" in value["rows"].why
+assert value["running"].why == "Running: only where it runs", value["running"]  # its generator is not to blame
 
 # %% a part that cannot be rebuilt
 import os

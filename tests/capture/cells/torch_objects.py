@@ -50,6 +50,15 @@ def step():
 
 assert in_ddp(2, lambda: square(torch.tensor(3.0)).item()) == 9.0
 assert in_ddp(1, lambda: traced(torch.ones(1, 1))).item() == traced(torch.ones(1, 1)).item()
+forward = traced.forward
+
+
+def changed():
+    traced.weight.data.fill_(2.0)
+    return forward(torch.ones(1, 1)).item() - traced.bias.item()
+
+
+assert abs(in_ddp(1, changed) - 2.0) < 1e-6
 before, after, model, own = in_ddp(1, step)
 assert abs(before - after - 0.1) < 1e-6 and next(model.parameters()).item() == after
 assert own.param_groups[0]["params"][0] is next(model.parameters())

@@ -125,6 +125,55 @@ with Session(2) as session:
         assert session.run_all(fn, *args) == [(2, 0, 2, "DistributedDataParallel")] * 2
 assert arguments.world_size == 1
 
+# %% transformers as its tutorial of fine-tuning writes it
+import os
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
+
+words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "good", "bad", "film"])}
+raw = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+raw.pre_tokenizer = Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+texts = ["a good film", "bad", "good", "a bad film"] * 8
+dataset = [{**tokenizer(text, truncation=True), "label": int("good" in text)} for text in texts]
+sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def compute_metrics(predictions):
+    logits, labels = predictions
+    return {"accuracy": float((np.argmax(logits, axis=-1) == labels).mean())}
+
+
+options = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "report_to": "none"}
+options |= {"num_train_epochs": 3, "learning_rate": 0.05, "weight_decay": 0.01, "gradient_accumulation_steps": 2}
+trainer = Trainer(
+    model=BertForSequenceClassification(BertConfig(vocab_size=len(words), num_labels=2, **sizes)),
+    args=TrainingArguments("tuned", per_device_train_batch_size=4, use_cpu=True, disable_tqdm=True, **options),
+    train_dataset=dataset,
+    eval_dataset=dataset,
+    processing_class=tokenizer,
+    data_collator=DataCollatorWithPadding(tokenizer=tokenizer),
+    compute_metrics=compute_metrics,
+)
+
+
+def tuned():
+    steps = trainer.train().global_step
+    trainer.save_model("best")
+    predictions = trainer.predict(dataset).predictions
+    return trainer, (steps, trainer.evaluate()["eval_accuracy"], len(predictions), trainer.args.world_size)
+
+
+back, found = in_ddp(2, tuned)
+assert found == (3 * 2, 1.0, 32, 2) and sorted(os.listdir("tuned")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+assert back.args.world_size == 1 and back.evaluate()["eval_accuracy"] == 1.0
+assert type(BertForSequenceClassification.from_pretrained("best")) is type(back.model)
+assert in_ddp(2, lambda: trainer.train(resume_from_checkpoint=True).global_step) == 6
+
 # %% ignite
 import ignite.distributed as idist
 
