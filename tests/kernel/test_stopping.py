@@ -549,7 +549,7 @@ def test_a_timer_that_raises_again_and_again_lets_ranks_clean_up(session: Sessio
         poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
         for number in range(4):
             os.kill(os.getpid(), signal.SIGUSR1)  # the signal of a timer is pytest's
-            poll(lambda: len(ticks) > number)
+            poll(lambda number=number: len(ticks) > number)
         (tmp_path / "ticked").touch()
 
     def train() -> None:
