@@ -1,4 +1,4 @@
-"""What the user's own modules import: a module is executed again after what it imports."""
+"""The imports among the user's own modules: a module is executed again after what it imports."""
 
 from __future__ import annotations
 

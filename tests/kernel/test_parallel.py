@@ -214,7 +214,7 @@ def test_worker_killed_at_its_end() -> None:
 
 
 def test_workers_end_as_ranks_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What a worker has written to a file that it keeps open, and what it registers with `atexit`, is not lost."""
+    """A worker that ends writes its open files, and calls what it has registered with `atexit`."""
 
     def work(i: int) -> int:
         sys.kept = open(tmp_path / "rows", "w")  # type: ignore[attr-defined]  # noqa: SIM115
