@@ -30,17 +30,21 @@ class _Executed(NamedTuple):
     """The modification time of the file when %autoreload last read it; None if it has not."""
     file: str
     checksum: int
+    moment: int
+    """The place of the module in the order in which modules were executed."""
 
 
+_moment = 0
 _executed: dict[str, _Executed | None] = {}
 
 
-def own_sources() -> dict[str, tuple[str, int]]:
-    """Return, for each of the user's own modules in this process, the source that was executed: file and checksum.
+def own_sources() -> dict[str, tuple[str, int, int]]:
+    """Return, for each of the user's own modules in this process, the source that was executed: file, checksum, and
+    its place in the order in which these modules were executed.
 
     The sources of a notebook are also read at the end of each cell, because they may be edited before the next call.
     """
-    global _state, _follows_cells
+    global _state, _follows_cells, _moment
     with _lock:
         if not _follows_cells:
             _follows_cells = after_each_cell(own_sources)
@@ -50,7 +54,8 @@ def own_sources() -> dict[str, tuple[str, int]]:
             if own_file(sys.modules.get(name), name):
                 _executed[name] = None
         _state = state
-        sources: dict[str, tuple[str, int]] = {}
+        sources: dict[str, tuple[str, int, int]] = {}
+        new: set[str] = set()
         for name, before in list(_executed.items()):
             module = sys.modules.get(name)
             file = own_file(module, name)
@@ -63,9 +68,14 @@ def own_sources() -> dict[str, tuple[str, int]]:
             spec, read = contents(module).get("__spec__"), autoreloaded(name)
             now = before
             if now is None or spec is not now.spec or file != now.file or read not in (None, now.read):
-                now = _Executed(spec, modified(file) if read is None else read, file, checksum(file))
+                now = _Executed(spec, modified(file) if read is None else read, file, checksum(file), 0)
+                new.add(name)
             _executed[name] = now
-            sources[name] = file, now.checksum
+            sources[name] = file, now.checksum, now.moment
+        for name in [name for name in sys.modules if name in new] if new else ():  # Python puts what it executes last
+            _moment += 1
+            _executed[name] = now = _executed[name]._replace(moment=_moment)
+            sources[name] = now.file, now.checksum, now.moment
         return sources
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import re
 import sys
 import types
@@ -93,20 +94,25 @@ def _missing_of_fastai(name: str) -> str:
     return ""
 
 
-def modules_in(cell: str) -> Iterator[str]:
-    """Return the modules in a cell's import statements outside functions."""
-    if "import" not in cell:
+def modules_in(text: str, package: str = "") -> Iterator[str]:
+    """Return the modules in the import statements of a cell or module outside functions.
+
+    Relative imports count if the module's `package` is given.
+    """
+    if "import" not in text:
         return
     try:
-        nodes: list[ast.AST] = list(ast.parse(cell).body)
+        nodes: list[ast.AST] = list(ast.parse(text).body)
     except (SyntaxError, ValueError):
         return
     while nodes:
         node = nodes.pop(0)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # it may be a module: those that are
+        elif isinstance(node, ast.ImportFrom):
+            with contextlib.suppress(ImportError):  # it is relative, and has more dots than the package
+                module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in node.names)  # it may be a module: those that are
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.expr)):
             nodes += ast.iter_child_nodes(node)

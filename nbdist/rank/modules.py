@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..capture.modules import checksum, own_file, version
 from ..errors import NbdistError
 from ..notebook.shell import reloader
+from .module_imports import imported_first, imports_of
 
 #: The file of a module, and the folders of its sub-modules.
 Place = tuple[str | None, list[str] | None]
@@ -31,10 +32,10 @@ class SourceFinder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
 
-    def update(self, places: Mapping[str, Place], sources: Mapping[str, tuple[str, int]]) -> None:
+    def update(self, places: Mapping[str, Place], sources: Mapping[str, tuple[str, int, int]]) -> None:
         """Adopt the `places` of a call. Earlier places stay, unless `sources` show that the notebook now has the module
         from another place."""
-        for name, (file, _) in sources.items():
+        for name, (file, _, _) in sources.items():
             if name in self.places and self.places[name][0] != file:
                 del self.places[name]
         self.places.update(places)
@@ -73,7 +74,9 @@ class Reloader(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self._imported: dict[str, _Imported] = {}
         self._new: list[str] = []  # modules with nothing known but the moment
-        self._sources: Mapping[str, tuple[str, int]] = {}  # as the notebook had them at the last call
+        self._sources: Mapping[str, tuple[str, int, int]] = {}  # as the notebook had them at the last call
+        self._behind: dict[str, int] = {}
+        """Modules that import a module which was executed again after them, with the notebook's number of that."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None) -> None:
         self._imported[name] = _Imported(_now())
@@ -90,7 +93,7 @@ class Reloader(importlib.abc.MetaPathFinder):
             now, executed = version(file), checksum(file)
             unchanged = not _changed_since(file, imported.moment)
             self._imported[name] = _Imported(imported.moment, now, executed if unchanged else None)
-            its, wanted = self._sources.get(name, (file, executed))
+            its, wanted = self._sources.get(name, (file, executed))[:2]
             if unchanged and wanted != executed:
                 what = "was edited after the notebook had imported it" if _same_file(its, file) else f"is not {its}"
                 _notify(
@@ -98,21 +101,21 @@ class Reloader(importlib.abc.MetaPathFinder):
                     f"importlib.reload({name}) in the notebook makes them one\n"
                 )
 
-    def refresh(self, sources: Mapping[str, tuple[str, int]]) -> bool:
+    def refresh(self, sources: Mapping[str, tuple[str, int, int]]) -> bool:
         """Update modules before a call, and return whether any was executed again; `sources` is the notebook's
         `own_sources`.
 
         Raises `NbdistError` if the file here differs from the one that the notebook has loaded.
         """
         self.look()
-        reloaded = False
-        # Those that were imported last first: what a module imports comes after it.
-        for name, imported in reversed(list(self._imported.items())):
+        edits: dict[str, tuple[tuple[int, ...], int]] = {}
+        for name, imported in list(self._imported.items()):
             file = own_file(sys.modules.get(name), name)
             if file is None:
                 self._imported.pop(name, None)
+                self._behind.pop(name, None)
                 continue
-            its, wanted = sources.get(name, (file, None))
+            its, wanted = sources.get(name, (file, None))[:2]
             if not _same_file(its, file) and os.path.isfile(its):
                 self._forget(name)  # it is imported when it is needed, from where the notebook has it
                 continue
@@ -127,8 +130,7 @@ class Reloader(importlib.abc.MetaPathFinder):
                 if not edited:
                     self._imported[name] = imported._replace(version=now)
                 elif wanted in (None, found):
-                    self._reload(name, now, found)
-                    reloaded = True
+                    edits[name] = now, found
                     continue
             had = self._sources.get(name)
             if wanted is not None and (edited if had is None else had[1] != wanted) and imported.checksum != wanted:
@@ -143,9 +145,40 @@ class Reloader(importlib.abc.MetaPathFinder):
             if module is not None and not _same_file(sources[name][0], file or "") and os.path.isfile(sources[name][0]):
                 self._forget(name)
         self._sources = dict(sources)  # also of what this call will import
-        return reloaded
+        return self._execute_again(edits, sources)
 
-    def _reload(self, name: str, now: tuple[int, ...], executed: int) -> None:
+    def _execute_again(
+        self, edits: Mapping[str, tuple[tuple[int, ...], int]], sources: Mapping[str, tuple[str, int, int]]
+    ) -> bool:
+        """Execute edited modules again, after what they import, and modules that import them.
+
+        A module that imports an edited one, and that the notebook has, is executed again only once the notebook has
+        done that. Returns whether any was.
+        """
+
+        def moment(name: str) -> int:
+            return sources[name][2] if name in sources else 0
+
+        def due(name: str) -> bool:
+            return name in edits or (
+                name in self._behind and (name not in sources or moment(name) > self._behind[name])
+            )
+
+        if not edits and not any(map(due, self._behind)):
+            return False
+        imports = imports_of(self._imported)
+        order = imported_first(imports)
+        for place, name in enumerate(order):
+            if due(name):
+                imported = self._imported[name]
+                self._reload(name, *edits.get(name, (imported.version, imported.checksum)))
+                for other in order[place + 1 :]:  # not an earlier one, which would be executed again at each call
+                    if name in imports[other]:
+                        self._behind[other] = max(moment(name), self._behind.get(other, 0))
+        return True
+
+    def _reload(self, name: str, now: tuple[int, ...], executed: int | None) -> None:
+        self._behind.pop(name, None)
         importlib.invalidate_caches()
         moment = _now()
         reloader()(sys.modules[name])
@@ -157,6 +190,7 @@ class Reloader(importlib.abc.MetaPathFinder):
         for one in [one for one in sys.modules if one == name or one.startswith(name + ".")]:
             del sys.modules[one]
             self._imported.pop(one, None)
+            self._behind.pop(one, None)
 
 
 def _is_elsewhere(name: str, gone: str) -> bool:

@@ -75,10 +75,7 @@ def deferred_handlers() -> Iterator[None]:
         else:
             arrived.append(signum)
 
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        found = zip(_OTHERS, map(_raw.getsignal, _OTHERS), strict=True)  # each call needs it: 4 µs
-        handlers = {signum: handler for signum, handler in found if callable(handler)}
+    handlers = _other_handlers()
     with deferred_interrupts():
         try:
             with contextlib.ExitStack() as stack:
@@ -89,6 +86,36 @@ def deferred_handlers() -> Iterator[None]:
         finally:
             for signum in arrived:
                 handlers[signum](signum, sys._getframe())
+
+
+@contextlib.contextmanager
+def dropped_exceptions() -> Iterator[None]:
+    """Call signal handlers in this block, and drop the exceptions that they raise. The handler of SIGINT still raises.
+
+    The handler of a timer may raise again and again, while ranks clean up after its first exception.
+    """
+    handlers = _other_handlers()
+
+    def call(signum: int, frame: Any) -> None:
+        with contextlib.suppress(BaseException):
+            handlers[signum](signum, frame)
+
+    for signum in handlers:
+        _raw.signal(signum, call)
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if _raw.getsignal(signum) is call:  # the handler itself has set no other one
+                _raw.signal(signum, handler)
+
+
+def _other_handlers() -> dict[int, Any]:
+    """Return the functions that handle signals other than SIGINT in the main thread, by number; none in a thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    found = zip(_OTHERS, map(_raw.getsignal, _OTHERS), strict=True)  # each call needs it: 4 µs
+    return {signum: handler for signum, handler in found if callable(handler)}
 
 
 def defer(signum: int, frame: Any) -> None:

@@ -93,9 +93,8 @@ class Header:
     """Modules that the call uses, in the order in which the notebook has imported them."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """The file and the submodule folders of modules that a rank cannot find by `sys.path`."""
-    own_sources: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """The source of each of the user's modules that the notebook has executed: the file, and the checksum of the
-    source."""
+    own_sources: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
+    """The source of each of the user's modules that the notebook has executed: as `own_sources` returns them."""
     gone: Sequence[str] = ()
     """Variables that earlier calls have sent, and that the notebook no longer has."""
     in_modules: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)

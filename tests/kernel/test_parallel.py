@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import random
 import signal
@@ -210,6 +211,25 @@ def test_worker_killed_at_its_end() -> None:
         return i
 
     assert parallel_map(work, range(4), 2, progress=False) == [0, 1, 2, 3]
+
+
+def test_workers_end_as_ranks_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker that ends writes its open files, and calls what it has registered with `atexit`."""
+
+    def work(i: int) -> int:
+        sys.kept = open(tmp_path / "rows", "w")  # type: ignore[attr-defined]  # noqa: SIM115
+        sys.kept.write("a row")  # type: ignore[attr-defined]
+        atexit.register(print, "the summary")
+        if i:
+            raise ValueError("item 1")
+        return i
+
+    for items in ([0], [1]):
+        with contextlib.nullcontext() if items == [0] else pytest.raises(ValueError, match="item 1"):
+            parallel_map(work, items, 1, progress=False)
+        assert (tmp_path / "rows").read_text() == "a row"
+        assert "the summary" in capfd.readouterr().out
+        (tmp_path / "rows").unlink()
 
 
 class SlowToRead:

@@ -535,3 +535,40 @@ def test_an_exception_of_a_signal_handler_lets_ranks_clean_up(
         signal.signal(signal.SIGUSR1, before)
     assert len(list(tmp_path.glob("saved*"))) == 2
     assert session.run_all(os.getpid) == pids
+
+
+def test_a_timer_that_raises_again_and_again_lets_ranks_clean_up(session: Session, tmp_path: Path) -> None:
+    """Its later exceptions come while the ranks clean up, which wait for them."""
+    ticks: list[int] = []
+
+    def late(*_: Any) -> None:
+        ticks.append(len(ticks))
+        raise TimeoutError(f"tick {ticks[-1]}")
+
+    def timer() -> None:
+        poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
+        for number in range(4):
+            os.kill(os.getpid(), signal.SIGUSR1)  # the signal of a timer is pytest's
+            poll(lambda number=number: len(ticks) > number)
+        (tmp_path / "ticked").touch()
+
+    def train() -> None:
+        try:
+            (tmp_path / f"begun{dist.get_rank()}").touch()
+            time.sleep(1000)
+        finally:
+            assert poll((tmp_path / "ticked").exists)
+            (tmp_path / f"saved{dist.get_rank()}").touch()
+
+    pids = session.run_all(os.getpid)
+    before = signal.signal(signal.SIGUSR1, late)
+    thread = threading.Thread(target=timer)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError, match="tick 0"):
+            session.run(train)
+    finally:
+        thread.join()
+        assert signal.signal(signal.SIGUSR1, before) is late
+    assert len(ticks) == 4 and len(list(tmp_path.glob("saved*"))) == 2
+    assert session.run_all(os.getpid) == pids

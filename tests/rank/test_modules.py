@@ -88,6 +88,74 @@ def test_a_module_that_a_package_replaces(write: Write, tmp_path: Path) -> None:
         assert session.run(value) == 2
 
 
+def limits() -> list[int]:
+    """Return a constant as three modules have it: as the first takes it from the second, which takes it from a third,
+    which is imported last."""
+    own_a, own_c = importlib.import_module("own_a"), importlib.import_module("own_c")
+    return [own_a.LIMIT, own_c.LIMIT, sys.modules["own_b"].LIMIT, len(sys.modules["own_times"].all)]
+
+
+CHAIN = {
+    "own_a": "from own_c import LIMIT\nimport own_times; own_times.all.append(1)",
+    "own_c": "import own_b\nLIMIT = own_b.LIMIT",
+    "own_times": "all = []",
+}
+
+
+def test_a_constant_that_another_module_has_imported_is_new_where_ranks_alone_have_it(write: Write) -> None:
+    write(**CHAIN, own_b="LIMIT = 1")
+    with Session(1) as session:
+        assert session.run(limits) == [1, 1, 1, 1]
+        write(own_b="LIMIT = 2")
+        assert session.run(limits) == [2, 2, 2, 2] == session.run(limits)
+        write(own_b="LIMIT = 3", own_a=CHAIN["own_a"])
+        assert session.run(limits) == [3, 3, 3, 3]
+
+
+def test_a_constant_that_another_module_has_imported_is_as_in_the_notebook(write: Write) -> None:
+    write(**CHAIN, own_b="LIMIT = 1")
+    own_a, own_b, own_c = map(importlib.import_module, ("own_a", "own_b", "own_c"))
+    with Session(1) as session:
+        assert session.run(limits) == limits() == [1, 1, 1, 1]
+        write(own_b="LIMIT = 2")
+        assert session.run(limits) == limits() == [1, 1, 1, 1], "not reloaded here, not there"
+        for reloaded, value in (
+            ([own_b], [1, 1, 2, 1]),
+            ([own_c], [1, 2, 2, 1]),
+            ([own_a], [2, 2, 2, 2]),
+            ([own_c], [2, 2, 2, 2]),
+        ):
+            for module in reloaded:
+                importlib.reload(module)
+            assert session.run(limits) == limits() == value
+        write(own_b="LIMIT = 3")
+        for module in (own_a, own_b):  # in an order that does not help
+            importlib.reload(module)
+        assert session.run(limits)[:3] == limits()[:3] == [2, 2, 3]
+        for module in (own_c, own_a):
+            importlib.reload(module)
+        assert session.run(limits)[:3] == limits()[:3] == [3, 3, 3]
+
+
+def test_modules_that_import_each_other_are_executed_again_once(write: Write) -> None:
+    write(
+        own_a="import own_b\nimport own_times; own_times.all.append(1)\nLIMIT = 1",
+        own_b="import own_a",
+        own_times="all = []",
+    )
+
+    def times() -> tuple[int, int]:
+        import own_a
+        import own_b  # noqa: F401
+
+        return len(sys.modules["own_times"].all), own_a.LIMIT
+
+    with Session(1) as session:
+        assert session.run(times) == (1, 1)
+        write(own_a="import own_b\nimport own_times; own_times.all.append(1)\nLIMIT = 2")
+        assert session.run(times) == session.run(times) == (2, 2)
+
+
 def test_classes_imported_from_a_reloaded_module_are_new_too(write: Write) -> None:
     write(
         own_a="def answer(): return 1", own_b="from own_a import answer\nclass Asks:\n  def ask(self): return answer()"

@@ -11,6 +11,7 @@ from typing import Any
 from ...deaths import NO_GPU
 from ...engines.contract import Exit, Listening
 from ...errors import RemoteTraceback
+from ...system.interrupts import dropped_exceptions
 from ...wire import protocol, rank_memory
 from ...wire.parcel import Parcel
 from ..cell.comms import Page
@@ -86,6 +87,7 @@ class Waiting:
         self._ending = Ending(timeout=timeout, on_gpu=on_gpu, patience=group.ranks.patience)
         self._raised: BaseException | None = None  # by the handler of a signal
         self._begun: set[int] = set()
+        self._quiet = contextlib.ExitStack()  # what makes exceptions of signal handlers go, once the call ends
         self._unfit: set[int] = set()  # ranks that are not waited for any more, and cannot take another call
         self._leaving = Leaving(group, self._ending, self.pending, self._begun, self._unfit)
         self._originals = originals
@@ -125,6 +127,7 @@ class Waiting:
             self._relay.comms.end_call()
             self._relay.cell.close()
             self._answers.close()
+            self._quiet.close()
 
     def _run(self, interrupted: bool) -> None:
         """Handle events until all ranks have answered, or their time to end the call is over."""
@@ -133,6 +136,7 @@ class Waiting:
             while True:  # once more after an interrupt, which may come anywhere in the block
                 try:
                     if interrupted:
+                        self._quiet.enter_context(dropped_exceptions())
                         self._carry_out(self._ending.interrupt())
                     if listener is None:
                         listener = stack.enter_context(contextlib.closing(self._listen()))

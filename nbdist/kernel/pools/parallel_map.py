@@ -35,6 +35,7 @@ from ...wire.parcel import Parcel, pack
 from ..calls import notices
 from ..calls.arguments import check_call, check_platform, check_takes
 from ..calls.ending import GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT
+from ..calls.group import GRACE_TO_LEAVE
 from ..calls.outcomes import load, rebuild
 from ..calls.requests import draw_seeds
 from ..calls.waiting import AT_A_TIME, OUTPUT_INTERVAL
@@ -188,28 +189,37 @@ class _Map:
     def run(self) -> list[Any]:
         """Return the values. Raises the first failure, or `KeyboardInterrupt`."""
         self._relay.begin(Cell(), "lines", 0)
-        with contextlib.closing(self._ranks), contextlib.closing(self._board):
-            listener = self._ranks.listen(
-                on_output=self._relay.take,
-                on_message=self._on_message,
-                on_exit=self._on_exit,
-                pause=OUTPUT_INTERVAL,
-            )
-            with contextlib.closing(listener), interruptible():
-                try:
-                    self._begin()
-                    while self._error is None and (self._next < len(self._items) or any(self._has)):
-                        listener.select(AT_A_TIME)
-                        self._relay.show_unfinished()
-                        self._say_if_late()
-                except BaseException as exc:
-                    self._let_finish(listener, GRACE_AFTER_INTERRUPT)
-                    raise exc from None
-                if self._error is not None:
-                    self._let_finish(listener, GRACE_AFTER_FAILURE)
-                    raise self._error
-                self._show()
+        with contextlib.closing(self._board):
+            try:
+                self._work()
+            finally:  # workers that have nothing to do end as ranks do: they write their files
+                self._ranks.close(0.0 if any(self._has) else GRACE_TO_LEAVE, self._relay.take_last)
+                self._relay.flush()
+                self._relay.cell.close()
         return self._values
+
+    def _work(self) -> None:
+        """Send the items to the workers, and receive the values."""
+        listener = self._ranks.listen(
+            on_output=self._relay.take,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            pause=OUTPUT_INTERVAL,
+        )
+        with contextlib.closing(listener), interruptible():
+            try:
+                self._begin()
+                while self._error is None and (self._next < len(self._items) or any(self._has)):
+                    listener.select(AT_A_TIME)
+                    self._relay.show_unfinished()
+                    self._say_if_late()
+            except BaseException as exc:
+                self._let_finish(listener, GRACE_AFTER_INTERRUPT)
+                raise exc from None
+            if self._error is not None:
+                self._let_finish(listener, GRACE_AFTER_FAILURE)
+                raise self._error
+            self._relay.drain()
 
     def _say_if_late(self) -> None:
         if time.monotonic() > self._late_at and (said := notices.not_started(self._ranks)):
@@ -283,12 +293,7 @@ class _Map:
             signum = NUDGE
             while any(self._has) and time.monotonic() < begin + min(seconds, grace):
                 listener.select(max(0.0, begin + min(seconds, grace) - time.monotonic()))
-        self._show()
-
-    def _show(self) -> None:
         self._relay.drain()
-        self._relay.flush()
-        self._relay.cell.close()
 
     # ---------------------------------------------------------------------------------------------- what workers say
 
