@@ -55,7 +55,7 @@ def own_sources() -> dict[str, tuple[str, int, int]]:
                 _executed[name] = None
         _state = state
         sources: dict[str, tuple[str, int, int]] = {}
-        new: set[str] = set()
+        new: dict[str, _Executed] = {}
         for name, before in list(_executed.items()):
             module = sys.modules.get(name)
             file = own_file(module, name)
@@ -69,12 +69,12 @@ def own_sources() -> dict[str, tuple[str, int, int]]:
             now = before
             if now is None or spec is not now.spec or file != now.file or read not in (None, now.read):
                 now = _Executed(spec, modified(file) if read is None else read, file, checksum(file), 0)
-                new.add(name)
+                new[name] = now
             _executed[name] = now
             sources[name] = file, now.checksum, now.moment
         for name in [name for name in sys.modules if name in new] if new else ():  # Python puts what it executes last
             _moment += 1
-            _executed[name] = now = _executed[name]._replace(moment=_moment)
+            _executed[name] = now = new[name]._replace(moment=_moment)
             sources[name] = now.file, now.checksum, now.moment
         return sources
 
