@@ -29,6 +29,8 @@ BATCH, TABLES = 1024, {"user": 944, "rated": 1683, "movie": 1683, "raters": 944,
 LISTS = {"rated": 50, "raters": 50, "genres": 2}
 #: The part of a step that a check may cost.
 TARGET = 0.02
+#: The kind and the milliseconds of steps, in order.
+Steps = list[tuple[str, float]]
 
 
 class Click(nn.Module):
@@ -122,7 +124,7 @@ class Switch:
 
     def __init__(self, seed: int) -> None:
         self.check: nan.NanCheck | None = None
-        self.milliseconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.steps: Steps = []
         self._random = random.Random(seed)
         self._kind, self._began, self._first = "", 0.0, WARM_UP
         self._off = contextlib.ExitStack()
@@ -134,7 +136,7 @@ class Switch:
             self._first -= 1
             return True
         if self._kind:
-            self.milliseconds[self._kind].append(1000 * took)
+            self.steps.append((self._kind, 1000 * took))
         self._off.close()
         self._kind = self._random.choice(KINDS)
         if self._kind != "nan":
@@ -146,7 +148,7 @@ class Switch:
         assert self.check is not None and self.check.forwards is not None
         forwards, checking = self.check.forwards, torch.autograd.backward
         forwards._remove()
-        self._off.callback(forwards.only_of, list(self.check._models.all))
+        self._off.callback(forwards.only_of, () if self.check.batches else list(self.check._models.all))
         for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
             self._off.callback(hooks.update, dict(hooks))
             hooks.clear()
@@ -154,7 +156,7 @@ class Switch:
         self._off.callback(setattr, torch.autograd, "backward", checking)
 
 
-def fit_by_step(steps: int, seed: int) -> dict[str, list[float]]:
+def fit_by_step(steps: int, seed: int) -> Steps:
     """Milliseconds of CPU time of single steps of `fit`, on rank 0."""
     model = replicate(Click(), lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
     rows = MemoryLoader(table(90_000), BATCH, shuffle=True, seed=1)
@@ -169,10 +171,10 @@ def fit_by_step(steps: int, seed: int) -> dict[str, list[float]]:
 
     with mock.patch.object(Run, "train_on", train):
         fit(model, predict, rows, steps=steps + WARM_UP + 1, loss=LOSSES, progress=False, check="nan", log_every=steps)
-    return switch.milliseconds
+    return switch.steps
 
 
-def hand_by_step(steps: int, seed: int) -> dict[str, list[float]]:
+def hand_by_step(steps: int, seed: int) -> Steps:
     """Milliseconds of CPU time of single steps of a plain loop under DistributedDataParallel, on rank 0."""
     model = nn.parallel.DistributedDataParallel(Click())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -183,7 +185,7 @@ def hand_by_step(steps: int, seed: int) -> dict[str, list[float]]:
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-    return switch.milliseconds
+    return switch.steps
 
 
 def interval(costs: Callable[[random.Random], float], seed: int) -> tuple[float, float]:
@@ -208,7 +210,7 @@ def step_rows(loop: str, took: dict[str, list[float]]) -> Iterator[str]:
 
 
 LOOPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {"`fit`": by_fit, "a plain loop under DDP": by_hand}
-STEPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {
+STEPS: dict[str, Callable[[int, int], Steps]] = {
     "`fit`": fit_by_step,
     "a plain loop under DDP": hand_by_step,
 }
