@@ -147,8 +147,8 @@ class Switch:
     def _switch_off(self) -> None:
         assert self.check is not None and self.check.forwards is not None
         forwards, checking = self.check.forwards, torch.autograd.backward
+        self._off.callback(forwards.only_of, list(self.check._models.all) if forwards._handles else ())
         forwards._remove()
-        self._off.callback(forwards.only_of, () if self.check.batches else list(self.check._models.all))
         for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
             self._off.callback(hooks.update, dict(hooks))
             hooks.clear()
@@ -195,17 +195,31 @@ def interval(costs: Callable[[random.Random], float], seed: int) -> tuple[float,
     return drawn[25], drawn[-26]
 
 
-def step_rows(loop: str, took: dict[str, list[float]]) -> Iterator[str]:
+def pairs(steps: Steps, kind: str) -> list[float]:
+    """Return the cost of a kind of step in each pair of neighbors: a step of this kind, and one of the kinds that it is
+    compared with. A step is in one pair at most."""
+    others = {"nan": ("none", "none again"), "none again": ("none",)}[kind]
+    found, number = [], 0
+    while number + 1 < len(steps):
+        (first, a), (second, b) = steps[number], steps[number + 1]
+        if first == kind and second in others:
+            found.append(a / b - 1)
+        elif second == kind and first in others:
+            found.append(b / a - 1)
+        else:
+            number -= 1
+        number += 2
+    return found
+
+
+def step_rows(loop: str, steps: Steps) -> Iterator[str]:
     """Yield the rows of the table for single steps."""
-    for kind, own in took.items():
-        base = took["none"] if kind != "nan" else [*took["none"], *took["none again"]]
-
-        def cost(draw: random.Random | None, own: list[float] = own, base: list[float] = base) -> float:
-            a, b = (own, base) if draw is None else (draw.choices(own, k=len(own)), draw.choices(base, k=len(base)))
-            return statistics.median(a) / statistics.median(b) - 1
-
-        low, high = interval(cost, 1)
-        about = f"{cost(None):+.1%} | {low:+.1%} to {high:+.1%}" if kind != "none" else " | "
+    for kind in KINDS:
+        own, about = [took for one, took in steps if one == kind], " | | "
+        if kind != "none":
+            costs = pairs(steps, kind)
+            low, high = interval(lambda draw, of=costs: statistics.median(draw.choices(of, k=len(of))), 1)  # type: ignore[misc]
+            about = f"{len(costs):,} | {statistics.median(costs):+.1%} | {low:+.1%} to {high:+.1%}"
         yield f"| {loop} | {kind} | {len(own):,} | {statistics.median(own):.3f} | {about} |"
 
 
@@ -235,13 +249,13 @@ def main() -> None:
         "",
         f"CPU time of a step on rank 0, over all threads: a click model of notebook 05's size, {BATCH:,} rows in a "
         f"batch of each rank; CPU ranks: {options.ranks}. The check `nan` is switched on and off from step to step, in "
-        f"random order in one process; the cost is the ratio of the medians, minus 1, with its 95% interval (drawn "
-        f"again 1,000 times). `none again` is a second kind of steps without the check: it differs by chance alone; "
-        f"`nan` is compared with both. "
+        f"random order in one process; the cost is the median of the ratios of neighbors, minus 1, with its 95% "
+        f"interval (drawn again 1,000 times). `none again` is a second kind of steps without the check: it differs by "
+        f"chance alone; `nan` is compared with both. "
         f"The check may cost {TARGET:.0%}.",
         "",
-        "| loop | check | steps | CPU ms a step | cost | 95% interval |",
-        "|---|---|--:|--:|--:|--:|",
+        "| loop | check | steps | CPU ms a step | pairs | cost | 95% interval |",
+        "|---|---|--:|--:|--:|--:|--:|",
         *(row for loop, took in steps.items() for row in step_rows(loop, took)),
     ]
     if blocks:

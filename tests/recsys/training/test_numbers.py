@@ -236,7 +236,7 @@ class Rooted(nn.Module):
 
 
 def test_each_batch_of_a_step_is_searched(sessions: Sessions) -> None:
-    """Of 2 batches in step 6, the first one has the row."""
+    """The first of the 2 batches of step 6 has the row."""
 
     def run() -> NotFinite:
         x = X.clone()
