@@ -52,13 +52,13 @@ class NanCheck:
     def begin(self, batch: Batch) -> None:
         """Record that a loop begins with a batch."""
         if self.batches and self.batches[0].step != batch.step:
-            self.batches.clear()
+            self.batches = []
         self.batches.append(batch)
 
     def end_of_batches(self) -> None:
         """Record that the loop has ended: the calls of models are needed again."""
         assert self.forwards is not None
-        self.batches.clear()
+        self.batches = []
         self.forwards.of_all()
 
     def called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -143,9 +143,8 @@ class NanCheck:
             raise self._found(lambda search: search.gradient_error(parameters, step, self._node))
         self._node = None
         self._look_at_models(steps)
-        if len(self._steps) == 1:  # a batch that stays in memory longer makes the next step slower
+        if len(self._steps) == 1:
             self._calls.clear()
-            self.batches.clear()
 
     def _look_at_models(self, steps: int) -> None:
         """Hook only the models once they are known, or no module if the losses of batches can be computed again. If no
@@ -159,7 +158,7 @@ class NanCheck:
     def at_the_end(self) -> None:
         """Check the parameters after the last steps."""
         for optimizer, steps in list(self._steps.items()):
-            search = Search(list(self._calls), self._models.all, [])
+            search = Search(list(self._calls), self._models.all, self.batches)
             found = search.bad_parameter(parameters_of(optimizer), steps) if steps else None
             if found is not None:
                 raise found
