@@ -29,6 +29,8 @@ BATCH, TABLES = 1024, {"user": 944, "rated": 1683, "movie": 1683, "raters": 944,
 LISTS = {"rated": 50, "raters": 50, "genres": 2}
 #: The part of a step that a check may cost.
 TARGET = 0.02
+#: The kind and the milliseconds of steps, in order.
+Steps = list[tuple[str, float]]
 
 
 class Click(nn.Module):
@@ -122,7 +124,7 @@ class Switch:
 
     def __init__(self, seed: int) -> None:
         self.check: nan.NanCheck | None = None
-        self.milliseconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.steps: Steps = []
         self._random = random.Random(seed)
         self._kind, self._began, self._first = "", 0.0, WARM_UP
         self._off = contextlib.ExitStack()
@@ -134,7 +136,7 @@ class Switch:
             self._first -= 1
             return True
         if self._kind:
-            self.milliseconds[self._kind].append(1000 * took)
+            self.steps.append((self._kind, 1000 * took))
         self._off.close()
         self._kind = self._random.choice(KINDS)
         if self._kind != "nan":
@@ -145,8 +147,8 @@ class Switch:
     def _switch_off(self) -> None:
         assert self.check is not None and self.check.forwards is not None
         forwards, checking = self.check.forwards, torch.autograd.backward
+        self._off.callback(forwards.only_of, list(self.check._models.all) if forwards._handles else ())
         forwards._remove()
-        self._off.callback(forwards.only_of, list(self.check._models.all))
         for hooks in (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks):
             self._off.callback(hooks.update, dict(hooks))
             hooks.clear()
@@ -154,7 +156,7 @@ class Switch:
         self._off.callback(setattr, torch.autograd, "backward", checking)
 
 
-def fit_by_step(steps: int, seed: int) -> dict[str, list[float]]:
+def fit_by_step(steps: int, seed: int) -> Steps:
     """Milliseconds of CPU time of single steps of `fit`, on rank 0."""
     model = replicate(Click(), lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
     rows = MemoryLoader(table(90_000), BATCH, shuffle=True, seed=1)
@@ -169,10 +171,10 @@ def fit_by_step(steps: int, seed: int) -> dict[str, list[float]]:
 
     with mock.patch.object(Run, "train_on", train):
         fit(model, predict, rows, steps=steps + WARM_UP + 1, loss=LOSSES, progress=False, check="nan", log_every=steps)
-    return switch.milliseconds
+    return switch.steps
 
 
-def hand_by_step(steps: int, seed: int) -> dict[str, list[float]]:
+def hand_by_step(steps: int, seed: int) -> Steps:
     """Milliseconds of CPU time of single steps of a plain loop under DistributedDataParallel, on rank 0."""
     model = nn.parallel.DistributedDataParallel(Click())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -183,7 +185,7 @@ def hand_by_step(steps: int, seed: int) -> dict[str, list[float]]:
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
-    return switch.milliseconds
+    return switch.steps
 
 
 def interval(costs: Callable[[random.Random], float], seed: int) -> tuple[float, float]:
@@ -193,22 +195,36 @@ def interval(costs: Callable[[random.Random], float], seed: int) -> tuple[float,
     return drawn[25], drawn[-26]
 
 
-def step_rows(loop: str, took: dict[str, list[float]]) -> Iterator[str]:
+def pairs(steps: Steps, kind: str) -> list[float]:
+    """Return the cost of a kind of step in each pair of neighbors: a step of this kind, and one of the kinds that it is
+    compared with. A step is in one pair at most."""
+    others = {"nan": ("none", "none again"), "none again": ("none",)}[kind]
+    found, number = [], 0
+    while number + 1 < len(steps):
+        (first, a), (second, b) = steps[number], steps[number + 1]
+        if first == kind and second in others:
+            found.append(a / b - 1)
+        elif second == kind and first in others:
+            found.append(b / a - 1)
+        else:
+            number -= 1
+        number += 2
+    return found
+
+
+def step_rows(loop: str, steps: Steps) -> Iterator[str]:
     """Yield the rows of the table for single steps."""
-    for kind, own in took.items():
-        base = took["none"] if kind != "nan" else [*took["none"], *took["none again"]]
-
-        def cost(draw: random.Random | None, own: list[float] = own, base: list[float] = base) -> float:
-            a, b = (own, base) if draw is None else (draw.choices(own, k=len(own)), draw.choices(base, k=len(base)))
-            return statistics.median(a) / statistics.median(b) - 1
-
-        low, high = interval(cost, 1)
-        about = f"{cost(None):+.1%} | {low:+.1%} to {high:+.1%}" if kind != "none" else " | "
+    for kind in KINDS:
+        own, about = [took for one, took in steps if one == kind], " | | "
+        if kind != "none":
+            costs = pairs(steps, kind)
+            low, high = interval(lambda draw, of=costs: statistics.median(draw.choices(of, k=len(of))), 1)  # type: ignore[misc]
+            about = f"{len(costs):,} | {statistics.median(costs):+.1%} | {low:+.1%} to {high:+.1%}"
         yield f"| {loop} | {kind} | {len(own):,} | {statistics.median(own):.3f} | {about} |"
 
 
 LOOPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {"`fit`": by_fit, "a plain loop under DDP": by_hand}
-STEPS: dict[str, Callable[[int, int], dict[str, list[float]]]] = {
+STEPS: dict[str, Callable[[int, int], Steps]] = {
     "`fit`": fit_by_step,
     "a plain loop under DDP": hand_by_step,
 }
@@ -233,13 +249,13 @@ def main() -> None:
         "",
         f"CPU time of a step on rank 0, over all threads: a click model of notebook 05's size, {BATCH:,} rows in a "
         f"batch of each rank; CPU ranks: {options.ranks}. The check `nan` is switched on and off from step to step, in "
-        f"random order in one process; the cost is the ratio of the medians, minus 1, with its 95% interval (drawn "
-        f"again 1,000 times). `none again` is a second kind of steps without the check: it differs by chance alone; "
-        f"`nan` is compared with both. "
+        f"random order in one process; the cost is the median of the ratios of neighbors, minus 1, with its 95% "
+        f"interval (drawn again 1,000 times). `none again` is a second kind of steps without the check: it differs by "
+        f"chance alone; `nan` is compared with both. "
         f"The check may cost {TARGET:.0%}.",
         "",
-        "| loop | check | steps | CPU ms a step | cost | 95% interval |",
-        "|---|---|--:|--:|--:|--:|",
+        "| loop | check | steps | CPU ms a step | pairs | cost | 95% interval |",
+        "|---|---|--:|--:|--:|--:|--:|",
         *(row for loop, took in steps.items() for row in step_rows(loop, took)),
     ]
     if blocks:

@@ -21,6 +21,7 @@ from ..kernel.named.spec import Action
 from ..notebook.shell import label_cells
 from ..wire.parcel import Parcel
 from .executor import JournalCell, KeptExecutor
+from .held import HeldValues
 from .writing import Journal
 
 #: Bytes of a call that the journal keeps, so that another process can read values that refer to what came with it.
@@ -53,7 +54,7 @@ class Actions:
     Attributes:
         lock: The lock that an action holds while it runs.
         running: The token and the name of the current action.
-        held: The values for which the disk had no room, by call and rank.
+        held: The values for which the disk had no room.
         last: The number of the last call.
         taken: Whether a client has taken the outcome of the last call.
         used: The time at which the last action ended.
@@ -69,7 +70,7 @@ class Actions:
         self._numbers = itertools.count(1)
         self._calls = 0
         self.running = "", ""
-        self.held: dict[tuple[int, int], UnreadOutcome] = {}
+        self.held = HeldValues(journal.keep)
         self.last, self.taken = 0, True
         self._token = ""  # of the last call
         self.used = time.monotonic()
@@ -159,14 +160,14 @@ class Actions:
         self.running = token, action.what
         if action.kind == "call":
             self._calls, self.last, self.taken, self._token = self._calls + 1, number, False, token
-            self.held.clear()
+            self.held.drop()
         self._note_begin(number, token, action, turn.parcel)
         try:
             values = self._carry_out(turn, stop)
             for rank, value in values:
                 assert value.pickled is not None
                 if not self._journal.keep_value(number, rank, value.pickled, value.views):
-                    self.held[number, rank] = value
+                    self.held.put(number, rank, value)
         except BaseException as exc:
             self._note_error(number, exc)
         else:

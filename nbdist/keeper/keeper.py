@@ -151,7 +151,7 @@ class Keeper:
         }
         try:
             if what == "value":
-                held = self._actions.held[values[0], values[1]]
+                held = self._actions.held.get(*values)
                 return ("value", None), pack(memoryview(held.pickled or b""), map(pickle.PickleBuffer, held.views))
             return ("value", questions[what](*values)), None
         except Exception as exc:

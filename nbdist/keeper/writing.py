@@ -35,7 +35,7 @@ class Journal:
     """
 
     def __init__(self, folder: str, keep: int, wake: Callable[[], None]) -> None:
-        self._folder, self._keep, self._wake_readers = folder, keep, wake
+        self._folder, self.keep, self._wake_readers = folder, keep, wake
         self._largest = max(1 << 12, min(_LARGEST, keep // _PARTS))
         self._lock = threading.RLock()
         self._fd, self._number, self._size = -1, 0, 0
@@ -196,7 +196,7 @@ class Journal:
         def total() -> int:
             return sum(file[1] for file in self._files) + self._largest + sum(value[2] for value in old())
 
-        while total() > self._keep and (self._files or old()):
+        while total() > self.keep and (self._files or old()):
             values = old()
             if values and (not self._files or values[0][0] <= self._files[0][2]):
                 self._values.remove(values[0])

@@ -79,11 +79,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples, mappings and dataclass objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_in(one)
     elif isinstance(value, (list, tuple)):
         for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
             yield from tensors_in(one)
     elif hasattr(value, "__dataclass_fields__"):
         for one in vars(value).values():

@@ -141,6 +141,13 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [one for group in optimizer.param_lists for one in group]
 
 
+def gradients_of(optimizer: Any) -> list[Tensor]:
+    """Return the gradients of the parameters of an optimizer of torch or fastai."""
+    if hasattr(optimizer, "param_groups"):  # in one pass: this runs in each step
+        return [found for group in optimizer.param_groups for one in group["params"] if (found := one.grad) is not None]
+    return [found for one in parameters_of(optimizer) if (found := one.grad) is not None]
+
+
 def in_training() -> bool:
     """Return whether plain Python code is running that builds an autograd graph."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import NotFinite
 from .finite import all_finite, has_graph, tensors_in
-from .hooks import AfterForward, Models, around_steps, in_training, is_running, parameters_of, replace
+from .hooks import AfterForward, Models, around_steps, gradients_of, in_training, is_running, parameters_of, replace
 from .search import Batch, ModelCall, Search
 
 #: Calls of models that are remembered, for the search.
@@ -34,8 +34,8 @@ class NanCheck:
     """
 
     def __init__(self) -> None:
-        self.batch: Batch | None = None
-        """The number of the step. Set by loops that know it, such as `fit`."""
+        self.batches: list[Batch] = []
+        """The batches of the current step, from loops that can compute their losses again, such as `fit`."""
         self.forwards: AfterForward | None = None
         """Set by `nan_check`: the source of calls of models."""
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
@@ -48,6 +48,18 @@ class NanCheck:
         self._node: Any = None  # of the last loss
 
     # ------------------------------------------------------------------------------------------------- what is checked
+
+    def begin(self, batch: Batch) -> None:
+        """Record that a loop begins with a batch."""
+        if self.batches and self.batches[0].step != batch.step:
+            self.batches = []
+        self.batches.append(batch)
+
+    def end_of_batches(self) -> None:
+        """Record that the loop has ended: the calls of models are needed again."""
+        assert self.forwards is not None
+        self.batches = []
+        self.forwards.of_all()
 
     def called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Remember a call of a model in training. A hook of all modules calls this."""
@@ -115,36 +127,38 @@ class NanCheck:
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Record that a step is over."""
-        self._in_step = [one for one in self._in_step if one[0] is not optimizer]
+        if self._in_step and self._in_step[-1][0] is optimizer:
+            self._in_step.pop()
 
     def _check(self, optimizer: Any, steps: int) -> None:
         """Raise `NotFinite` unless the losses and gradients of a step are finite."""
         losses, self._losses = self._losses, []
-        parameters = parameters_of(optimizer)
-        gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
+        gradients = gradients_of(optimizer)
         # A scaler that leaves it to the optimizer to skip a step has set `found_inf`.
-        if getattr(optimizer, "found_inf", None) is None and not all_finite([*losses, *gradients]):
+        if getattr(optimizer, "found_inf", None) is None and not all_finite(losses + gradients):
             for loss in losses:
                 if not bool(loss.isfinite()):
                     raise self._found(functools.partial(Search.loss_error, loss=loss, step=self._step()))
-            raise self._found(lambda search: search.gradient_error(parameters, self._step(optimizer), self._node))
+            parameters, step = parameters_of(optimizer), self._step(optimizer)
+            raise self._found(lambda search: search.gradient_error(parameters, step, self._node))
         self._node = None
         self._look_at_models(steps)
         if len(self._steps) == 1:
             self._calls.clear()
 
     def _look_at_models(self, steps: int) -> None:
-        """Hook only the models once they are known. If none of them was called in a step, hook all modules again."""
+        """Hook only the models once they are known, or no module if the losses of batches can be computed again. If no
+        model was called in a step, hook all modules again."""
         assert self.forwards is not None
         if self.forwards.everywhere and self._calls and steps > _STEPS_TO_KNOW:
-            self.forwards.only_of(self._models.all)
-        elif not self.forwards.everywhere and not self._calls and self.batch is None:
+            self.forwards.only_of(() if self.batches else self._models.all)
+        elif not self.forwards.everywhere and not self._calls and not self.batches:
             self.forwards.of_all()
 
     def at_the_end(self) -> None:
         """Check the parameters after the last steps."""
         for optimizer, steps in list(self._steps.items()):
-            search = Search(list(self._calls), self._models.all, self.batch)
+            search = Search(list(self._calls), self._models.all, self.batches)
             found = search.bad_parameter(parameters_of(optimizer), steps) if steps else None
             if found is not None:
                 raise found
@@ -153,14 +167,14 @@ class NanCheck:
         """Return the error that a search finds, and forget the calls of models: neither the calls before the error nor
         the calls that the search repeats belong to later steps of a loop that catches the error."""
         try:
-            return search(Search(list(self._calls), self._models.all, self.batch))
+            return search(Search(list(self._calls), self._models.all, self.batches))
         finally:
             self._calls.clear()
 
     def _step(self, optimizer: Any = None) -> int:
         """Return the number of the current step."""
-        if self.batch is not None:
-            return self.batch.step
+        if self.batches:
+            return self.batches[-1].step
         optimizer = optimizer or self._in_closure
         if optimizer is not None:
             return self._steps[optimizer]

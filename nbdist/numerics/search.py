@@ -64,24 +64,28 @@ class Search:
     Args:
         calls: The calls of models since the last step.
         models: All models of the call.
-        batch: The batch of the training loop, if it is known.
+        batches: The batches of the step, if the training loop knows them.
     """
 
-    def __init__(self, calls: Sequence[ModelCall], models: Iterable[nn.Module], batch: Batch | None) -> None:
-        self._calls, self._models, self._batch = calls, list(models), batch
+    def __init__(self, calls: Sequence[ModelCall], models: Iterable[nn.Module], batches: Sequence[Batch]) -> None:
+        self._calls, self._models, self._batches = calls, list(models), batches
 
     def _roots(self) -> list[nn.Module]:
         return list(dict.fromkeys([*(call.module for call in self._calls), *self._models]))
 
+    def _called(self) -> list[nn.Module]:
+        """Return the models that the step has called; all models if the calls are not recorded."""
+        return [call.module for call in self._calls] or self._models
+
     def loss_error(self, loss: Tensor, step: int) -> NotFinite:
         """Return the error for a loss that is not finite."""
         value = number(float(loss.detach()))
-        for call in self._calls:
-            found = self.bad_parameter(list(call.module.parameters()), step - 1)
+        for module in self._called():
+            found = self.bad_parameter(list(module.parameters()), step - 1)
             if found is not None:
                 return found
         batch: Sequence[Any]
-        if self._batch is None:
+        if not self._batches:
             for call in self._calls:
                 size = batch_rows([call.args, call.kwargs])
                 culprit = run_again(call.again, size)
@@ -90,17 +94,18 @@ class Search:
             batch = [one for call in list(self._calls)[:1] for one in _named(call)]
             size = batch_rows(batch)
         else:
-            batch, size = self._batch.values(), self._batch.rows
-            culprit = run_again(self._batch.loss, size)
+            last = self._batches[-1]
+            batch, size = last.values(), last.rows
+            culprit = run_again(last.loss, size)
             if culprit is not None:
                 return self._error("loss", step, value, culprit, batch, size)
         node = blame(loss, size) if loss.grad_fn is not None else None
         if node is None:
             cause = "the results of the model are finite: look at what computes the loss from them"
-            return error("loss", step, value, cause=cause if self._calls else "")
-        _, module = ("", "") if node.parameter is None else name_of(node.parameter, self._roots())
+            return error("loss", step, value, cause=cause if self._calls or self._batches else "")
+        _, path = ("", "") if node.parameter is None else name_of(node.parameter, self._roots())
         about: dict[str, Any] = {"rows": node.rows, "batch": batch, "size": size}
-        return error("loss", step, value, op=node.op, module=module, after=True, **about)
+        return error("loss", step, value, op=node.op, module=path, after=True, **about)
 
     def gradient_error(self, parameters: Sequence[Tensor], step: int, node: Any) -> NotFinite:
         """Return the error for gradients if some are not finite. `node` is the node of the last loss in its
@@ -133,8 +138,9 @@ class Search:
 
     def _runs(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Any, Sequence[Tensor], Any, Sequence[Any], int]]:
         """Yield the forward passes that can be run again together with their backward pass, the last one first."""
-        if self._batch is not None:
-            yield self._batch.loss, parameters, (), self._batch.values(), self._batch.rows
+        for batch in reversed(self._batches):
+            yield batch.loss, parameters, (), batch.values(), batch.rows
+        if self._batches:
             return
         for call in reversed(self._calls):
             gradients = [call.gradients.get(place) for place in range(call.results)]
@@ -168,7 +174,7 @@ class Search:
         return error(kind, step, value, **about, module=module, parameter=name, cause=cause)
 
     def _first_module(self) -> str:
-        return type(unwrapped(self._calls[0].module)).__name__ if self._calls else ""
+        return type(unwrapped(self._called()[0])).__name__ if self._called() else ""
 
     def _wait_for_others(self) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -23,10 +23,14 @@ _CALLS: dict[str, dict[int, str]] = {
         22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 95: "wait", 98: "futex", 260: "wait",
     },
 }  # fmt: skip
+#: Of these, the calls of epoll that have a descriptor first and a timeout fourth.
+_EPOLL = {"x86_64": (232, 281), "aarch64": (22,)}
 #: Looks at a process whose threads may be at rest, and seconds from one to the next.
 _LOOKS, _BETWEEN_LOOKS = 6, 0.02
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _LOCK = re.compile(r"^(\d+):( +->)? \w+ +\w+ +\w+ +(\d+) ")
+#: A descriptor that epoll watches, in `/proc/PID/fdinfo`.
+_WATCHED = re.compile(r"^tfd:\s*(\d+)", re.M)
 #: The access mode of an open file in `/proc/PID/fdinfo`, in octal.
 _FLAGS = re.compile(r"^flags:\s*(\d+)", re.M)
 
@@ -100,7 +104,7 @@ class SystemCall(NamedTuple):
     """The name; "wait" for the end of a child; "futex_forever" for a lock without a timeout; empty for a call without a
     name here."""
     fd: int
-    """The descriptor that the call reads or writes; -1 for other calls."""
+    """The descriptor that the call reads or writes, or that of epoll without a timeout; -1 for other calls."""
 
 
 def call(pid: int, thread: int) -> SystemCall | None:
@@ -114,9 +118,25 @@ def call(pid: int, thread: int) -> SystemCall | None:
             # FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private memory and the clock.
             forever = values[1] & 0x7F in (0, 9) and values[3] == 0
             return SystemCall("futex_forever" if forever else "futex", -1)
-        return SystemCall(name, values[0] if name in ("read", "write", "writev") else -1)
+        epoll = int(number) in _EPOLL.get(platform.machine(), ()) and values[3] & 0xFFFFFFFF == 0xFFFFFFFF
+        return SystemCall(name, values[0] if epoll or name in ("read", "write", "writev") else -1)
     except (OSError, ValueError, IndexError):
         return None
+
+
+def for_one_descriptor(pid: int) -> bool:
+    """Return whether the main thread of a process waits in epoll, without a timeout, for a single descriptor.
+
+    In an event loop of `asyncio`, this is the end of a pair of sockets by which other threads of the process wake it.
+    """
+    now = call(pid, pid)
+    if now is None or now.name != "poll" or now.fd < 0:
+        return False
+    try:
+        with open(f"/proc/{pid}/fdinfo/{now.fd}") as file:
+            return len(_WATCHED.findall(file.read())) == 1
+    except OSError:
+        return False
 
 
 def stands_still(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from nbdist import NbdistError
 from nbdist.keeper.actions import Actions
 from nbdist.keeper.executor import JournalCell
 from nbdist.keeper.writing import Journal
 from nbdist.kernel.calls.futures import Ticket
+from nbdist.kernel.calls.outcomes import UnreadOutcome
 from nbdist.kernel.named.spec import Action
 from nbdist.wire.journal import Reader
 
@@ -28,12 +31,16 @@ class Executor:
     def __init__(self) -> None:
         self.will_wait: Callable[[], None] = lambda: None
         self.done: list[str] = []
+        self.value = b""
 
     def ranks(self) -> dict[str, int]:
         return {"group": 0, "ranks": 0}
 
     def raised(self) -> list[int]:
         return []
+
+    def carry_out(self, *_: Any) -> list[UnreadOutcome]:
+        return [UnreadOutcome(memoryview(self.value), [])]
 
     def deliver_widget_event(self, name: str, cell: JournalCell) -> None:
         self.done.append(name)
@@ -93,6 +100,23 @@ def test_the_next_action_of_a_client_keeps_its_place(actions: Actions, executor:
         for one in pool.map(lambda run: run(), [later[0], first]):
             assert one is None
     assert executor.done == ["a", "b"]
+
+
+def test_values_of_earlier_calls_that_the_disk_has_no_room_for_stay_within_the_bound(
+    actions: Actions, executor: Executor, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    header: Any = types.SimpleNamespace(cells=[])
+    monkeypatch.setattr("os.write", no_room)
+    for number, size in enumerate((300_000, 600_000, 400_000, 1_000_000), 1):  # the bound is 1 MiB
+        executor.value = bytes(size)
+        actions.queue(str(number), Action("call", "f", asks=False, header=header), None, lambda: None)()
+        assert actions.held.get(number, 0).pickled == executor.value
+    assert [len(actions.held.get(number, 0).pickled or b"") for number in (2, 3)] == [600_000, 400_000]
+    with pytest.raises(NbdistError, match="removed to make room"):
+        actions.held.get(1, 0)
 
 
 def question(journal: Journal, meanwhile: Callable[[JournalCell], Any]) -> JournalCell:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import multiprocessing
@@ -211,6 +212,14 @@ def a_full_pipe_of_its_own() -> None:
         os.write(write, bytes(1 << 20))
 
 
+def awaits_a_thread() -> None:
+    def meet() -> None:
+        dist.barrier()
+
+    if dist.get_rank() == 1:
+        asyncio.run(asyncio.to_thread(meet))
+
+
 #: What the ranks do, the class of the verdict, what is said of why it cannot end.
 HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
     (
@@ -269,6 +278,11 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
         a_lock_held_by_a_thread,
         "lock",
         ["rank 0's main thread waits for another thread of it", f"barrier at {line_of(a_lock_held_by_a_thread, 6)}"],
+    ),
+    (
+        awaits_a_thread,
+        "lock",
+        ["rank 1's main thread waits for another thread of it", f"barrier at {line_of(awaits_a_thread, 2)}"],
     ),
     (a_loader_whose_worker_waits_for_a_lock, "loader", ["a worker of rank 0's data loader waits for a lock"]),
     (a_full_pipe, "full pipe", ["a pipe is full, and only rank 2 could read it"]),
@@ -371,6 +385,10 @@ def wait_for_a_thread(go: str) -> None:
     done.get()
 
 
+def await_a_thread(go: str) -> None:
+    asyncio.run(asyncio.to_thread(sleep, go))
+
+
 def wait_for_a_child(go: str) -> None:
     subprocess.run([sys.executable, "-c", f"import os, time\nwhile not os.path.exists({go!r}): time.sleep(0.05)"])
 
@@ -415,6 +433,7 @@ def sleep_in_a_model(go: str) -> None:
         sleep,
         wait_with_a_timeout,
         wait_for_a_thread,
+        await_a_thread,
         wait_for_a_child,
         load_slowly,
         wait_for_a_strangers_lock,

@@ -40,6 +40,8 @@ _COLLECTIVE = tuple(
 )
 #: The file of torch through which Python calls operators in C++.
 _OPERATORS = os.path.join("torch", "_ops.py")
+#: The file with the event loop of asyncio.
+_EVENT_LOOP = os.path.join("asyncio", "base_events.py")
 #: The function of torch that runs a backward pass, which includes DDP's all_reduce.
 _BACKWARD = "_engine_run_backward"
 
@@ -174,6 +176,8 @@ def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]
     now = waits.call(pid, pid)
     if now is not None and now.name == "futex_forever" and own.stands_in:
         return "lock", f"waits for a lock or a thread{_at(frames)}"
+    if own.stands_in and any(one.file.endswith(_EVENT_LOOP) for one in inner) and waits.for_one_descriptor(pid):
+        return "lock", f"awaits a thread{_at(frames)}"
     writer = waits.full_pipe(pid, waits.descendants(pid))
     if writer is not None:
         who = "it writes" if writer == pid else f"its child (pid {writer}) writes"

@@ -120,7 +120,7 @@ class Run:
             with module.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
                 if self._check is not None:
                     again = functools.partial(self._loss_of, batch)
-                    self._check.batch = NumberedBatch(self.step + 1, again, batch, self._sizes[number])
+                    self._check.begin(NumberedBatch(self.step + 1, again, batch, self._sizes[number]))
                 with annotated("nbdist:forward"):
                     if weights is None:
                         loss, part = self.loss_of(batch), self._sizes[number] / total
@@ -153,7 +153,7 @@ class Run:
             try:
                 yield
             finally:
-                self._check.batch = None
+                self._check.end_of_batches()
 
     def loss_of(self, batch: Any) -> Tensor:
         """Return the loss of a batch. On CPUs, raise `ValueError` if it is not finite, unless each step is checked

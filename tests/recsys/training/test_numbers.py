@@ -224,6 +224,35 @@ def test_a_row_is_named_with_its_raw_ids(sessions: Sessions) -> None:
     assert "a lower learning rate" in str(caught.value)
 
 
+class Rooted(nn.Module):
+    """A model whose gradient, not its result, is not finite for a row of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.abs() * self.weight).sum(1).sqrt()
+
+
+def test_each_batch_of_a_step_is_searched(sessions: Sessions) -> None:
+    """The first of the 2 batches of step 6 has the row."""
+
+    def run() -> NotFinite:
+        x = X.clone()
+        x[50 + 3] = 0.0
+        model = replicate(Rooted(), lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+        options: dict[str, Any] = {"loss": nn.functional.mse_loss, "gradient_accumulation_steps": 2}
+        rows = MemoryLoader({"x": x, "y": Y}, 5)
+        with pytest.raises(NotFinite) as caught:
+            fit(model, lambda model, batch: (model(batch["x"]), batch["y"]), rows, epochs=1, check="nan", **options)
+        return caught.value
+
+    error = sessions[1].run(run)
+    assert (error.kind, error.step, error.op, error.rows) == ("gradient", 6, "sqrt", [3]), error
+    assert error.module == "Rooted" and error.values[0]["x"] == [0.0, 0.0], error
+
+
 def test_fit_checks_as_the_call_does() -> None:
     with Session(2, devices="cpu", check="nan") as own:
         with pytest.raises(NotFinite) as caught:
