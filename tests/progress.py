@@ -107,7 +107,7 @@ class Progress:
             self._failed += 1
             self._say(f"FAILED {report.nodeid}" + f" in {report.when}" * (report.when != "call"))
             crash = getattr(report.longrepr, "reprcrash", None)
-            why = report.longrepr if crash is None else crash.message
+            why = report.longrepr if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
             for line in str(why).splitlines()[:WHY]:  # a run that is stopped shows no more
                 self._say(f"    {line[:300]}")
         if report.when == "teardown":
