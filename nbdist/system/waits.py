@@ -104,7 +104,7 @@ class SystemCall(NamedTuple):
     """The name; "wait" for the end of a child; "futex_forever" for a lock without a timeout; empty for a call without a
     name here."""
     fd: int
-    """The descriptor that the call reads or writes, or that of epoll without a timeout; -1 for other calls."""
+    """The descriptor that the call reads or writes, or of an epoll without a timeout; -1 for other calls."""
 
 
 def call(pid: int, thread: int) -> SystemCall | None:
