@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,10 +56,12 @@ class ThisPython(KernelSpecManager):
 class Runner(NotebookClient):
     """A notebook client that shows each cell as it starts, and its printed lines and table rows as they come."""
 
-    def __init__(self, notebook: NotebookNode, folder: Path, show: Show) -> None:
+    def __init__(self, notebook: NotebookNode, folder: Path, show: Show, sockets: str) -> None:
+        # No ports: another process could take one before the kernel does.
+        address = {"transport": "ipc", "ip": f"{sockets}/kernel"}
         super().__init__(
             notebook,
-            km=AsyncKernelManager(kernel_spec_manager=ThisPython()),
+            km=AsyncKernelManager(kernel_spec_manager=ThisPython(), **address),
             timeout=None,
             resources={"metadata": {"path": str(folder)}},
             on_notebook_start=self._start,
@@ -142,10 +145,11 @@ def execute(notebook: Path, output: Path, show: Show = print) -> tuple[NotebookN
     Returns the executed notebook and an exit status: 0, 1 if a cell failed, 130 if Ctrl-C ended it.
     """
     node = nbformat.read(notebook, as_version=4)
-    runner = Runner(node, notebook.resolve().parent, show)
     status = 0
     try:
-        runner.execute()
+        with tempfile.TemporaryDirectory() as sockets:
+            runner = Runner(node, notebook.resolve().parent, show, sockets)
+            runner.execute()
     except (CellExecutionError, DeadKernelError, KeyboardInterrupt, asyncio.CancelledError) as error:
         status = 130 if runner.interrupted else 1
         show("interrupted" if runner.interrupted else str(error))

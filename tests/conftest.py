@@ -305,7 +305,9 @@ class Kernel:
         """`env` is set on top of the environment; `wrapper` is a command that starts the kernel's command."""
         self.cwd = cwd
         self._stuck = False
-        self.manager = KernelManager()
+        # No ports: another process could take one before the kernel does.
+        self._sockets = tempfile.TemporaryDirectory()
+        self.manager = KernelManager(transport="ipc", ip=os.path.join(self._sockets.name, "kernel"))
         # Not the installed kernelspec: the interpreter that runs the tests.
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager.kernel_spec.argv = [*(wrapper or []), *command]
@@ -382,6 +384,7 @@ class Kernel:
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self._sockets.cleanup()
 
 
 @contextlib.contextmanager

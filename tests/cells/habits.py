@@ -1230,6 +1230,7 @@ with Session(1) as session:
     assert session.run(calls) == in_ddp(1, calls) == calls() == ["halved", "add"]
     del doubled
     assert session.run(calls) == ["halved", "add"]
+torch.fx._symbolic_trace._wrapped_fns_to_patch.clear()  # or the next trace of this kernel looks for the functions
 
 # %% A colormap that a cell registers in matplotlib, and a format in PIL
 # happens: Ranks have both, by their names.
