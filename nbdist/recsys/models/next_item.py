@@ -65,7 +65,7 @@ class NextItemModel(nn.Module):
             negatives: The codes of items that were drawn uniformly; see `draw_rows`.
             exclude: The codes of items that are no negatives for a row, a list for each row. ``batch["history"]``
                 leaves out all items of the history, as the authors of SASRec do. None: only the next item itself is
-                left out, as by the authors of HSTU; those of gSASRec and eSASRec leave out none.
+                left out, as by the authors of HSTU; the authors of gSASRec and eSASRec leave out none.
 
         Returns:
             The logits, shape (places, 1 + negatives), with the actual next item in column 0 and -inf for those left
