@@ -48,7 +48,7 @@ def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
     main: Any = sys.modules["__main__"]
     # Where the folder of another version lies is no matter, but which version that is.
-    others = [argument for argument in sys.argv[1:] if Path(argument).is_dir()]
+    others = [argument for argument in sys.argv[1:] if Path(argument, ".git").exists()]
     arguments = ["OTHER" if argument in others else argument for argument in sys.argv[1:]]
     command = " ".join(["python", "-m", main.__spec__.name.removesuffix(".__main__"), *arguments])
     return [

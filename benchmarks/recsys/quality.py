@@ -1,10 +1,19 @@
-"""Quality of recommendations, by `nbdist.recsys.benchmark`: its models, two towers, and implicit's ALS and BPR."""
+"""Quality of recommendations, by `nbdist.recsys.benchmark`: its models, two towers, and implicit's ALS and BPR.
+
+Games: Amazon's video games, as `benchmarks.recsys.next_item` describes them. EASE is left out there, and so are two
+towers: nothing is known of a game but its id. `--keep FOLDER` writes each model's comparison as soon as it is made, and
+a later call with the same options takes it from there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import pickle
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +23,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.machine import conditions, name_of, save_section, title_of
+from benchmarks.recsys.next_item import ALL, games
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
-from nbdist.recsys.etl import Categorify, Workflow
+from nbdist.recsys.etl import Categorify, Split, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
-from nbdist.recsys.models import TwoTower, softmax_logits
-from nbdist.recsys.recommenders import EASE, IALS, Candidate, ItemKNN, Popularity, benchmark
+from nbdist.recsys.models import TwoTower, hard_negatives, softmax_logits
+from nbdist.recsys.recommenders import EASE, IALS, Candidate, Comparison, ItemKNN, LeaveOneOut, Popularity, benchmark
+from nbdist.recsys.recommenders.intervals import table_of
+from nbdist.recsys.recommenders.protocols import SplitProtocol
 from nbdist.recsys.recommenders.spaces import Range, Space
 from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
@@ -100,6 +112,7 @@ class Towers:
         known = log.join(self._movies, on=item, maintain_order="left")
         workflow = Workflow(Categorify(user, item, "genres")).fit(known, progress=False)
         rows = workflow.transform(known, [user, item, "genres"]).collect()
+        rows = rows.join(rows.group_by(user).agg(taken=item), on=user, maintain_order="left")
         sizes = {name: workflow.vocabularies[name].size for name in (user, item, "genres")}
         shares = workflow.vocabularies[item].shares()
         model = self._session.run(train, rows, sizes, shares, user, item, **self._options)
@@ -125,16 +138,21 @@ def train(
     epochs: int,
     decay: float,
     temperature: float,
+    exclude: bool = False,
+    hardest: int | None = None,
+    seed: int = 0,
 ) -> Any:
     """In a rank."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = TwoTower({user: sizes[user]}, {name: sizes[name] for name in (item, "genres")}, embedding_dim=dim)
     parallel = replicate(model, lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=decay))
 
     def predict(module: Any, batch: Any) -> Any:
-        return softmax_logits(*module(batch), batch[item], shares, temperature=temperature)
+        taken = batch["taken"] if exclude else None
+        logits = softmax_logits(*module(batch), batch[item], shares, exclude=taken, temperature=temperature)
+        return logits if hardest is None else hard_negatives(*logits, hardest)
 
-    loader = MemoryLoader(rows, 512, shuffle=True, seed=0)
+    loader = MemoryLoader(rows, 512, shuffle=True, seed=seed)
     schedule = warmup_decay(epochs * len(loader), warmup=20)
     fit(parallel, predict, loader, epochs=epochs, loss=cross_entropy, schedule=schedule, progress=False)
     return parallel.gather()
@@ -150,16 +168,18 @@ def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
             lambda **options: Towers(session, movies, **options),
             {"dim": (16, 64), "epochs": (10, 20), "decay": Range(0.05, 1.0, log=True), "temperature": (0.5, 1.0)},
         ),
+        **of_implicit(alpha=Range(0.5, 20.0, log=True)),
+    }
+
+
+def of_implicit(alpha: Range) -> dict[str, Candidate]:
+    return {
         "implicit ALS": Candidate(
-            lambda **options: Implicit("als", **options),
-            {
-                "factors": (16, 32, 64, 128),
-                "regularization": Range(0.1, 100.0, log=True),
-                "alpha": Range(0.5, 20.0, log=True),
-            },
+            functools.partial(Implicit, "als"),
+            {"factors": (16, 32, 64, 128), "regularization": Range(0.1, 100.0, log=True), "alpha": alpha},
         ),
         "implicit BPR": Candidate(
-            lambda **options: Implicit("bpr", iterations=100, **options),
+            functools.partial(Implicit, "bpr", iterations=100),
             {
                 "factors": (8, 16, 32),
                 "learning_rate": Range(0.002, 0.05, log=True),
@@ -167,6 +187,84 @@ def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
             },
         ),
     }
+
+
+@dataclass(frozen=True)
+class LeaveOneOutOf:
+    """`LeaveOneOut` of some users, who are drawn. All rows of the others are training rows."""
+
+    users: int
+
+    def split(self, log: pl.DataFrame, user: str, time: str) -> Split[pl.DataFrame]:
+        some = log[user].unique().sort().sample(self.users, seed=0)
+        rows = log.with_columns(some=pl.col(user).is_in(some.implode()))
+        measured, others = (rows.filter(one).drop("some") for one in (pl.col("some"), ~pl.col("some")))
+        train, valid, test = LeaveOneOut().split(measured, user, time)
+        return Split(pl.concat([others, train]), valid, test)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A set, with the models that are compared on it."""
+
+    title: str
+    said: str
+    log: pl.DataFrame
+    models: dict[str, Any]
+    protocol: SplitProtocol = field(default_factory=LeaveOneOut)
+
+
+def of_movies(name: str, session: Session) -> tuple[Compared, pl.DataFrame]:
+    """A set of MovieLens, and its movies."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are invented is in `source`
+        ratings, movies, source = movielens(name, synthetic=True)
+    said = f"{name_of(source)}. Liked are ratings above 3."
+    liked = ratings.filter(pl.col("rating") > 3)
+    return Compared(title_of(name, source), said, liked, candidates(session, movies)), movies
+
+
+def of_games() -> Compared:
+    log = games()
+    pairs = log["movie"].n_unique() ** 2
+    said = (
+        f"All {len(log):,} reviews of {log['user'].n_unique():,} users are taken as liked; their times are not known, "
+        "but their order is. EASE (nbdist) is left out: for each setting it takes "
+        f"{16 * pairs / 1e9:.1f} GB and minutes of a core. Two towers are left out, since nothing is known of a game "
+        "but its id."
+    )
+    models = {
+        "popularity": Popularity,
+        "iALS (nbdist)": IALS,
+        **of_implicit(alpha=Range(1.0, 300.0, log=True)),  # as wide as iALS's: the inverse of `unobserved_weight`
+        # With more neighbors, a setting takes minutes here.
+        "item neighbors (nbdist)": Candidate(ItemKNN, {**ItemKNN.SPACE, "neighbors": Range(5, 100, log=True)}),
+    }
+    return Compared(ALL["games"].what, said, log, models, LeaveOneOutOf(10_000))
+
+
+def compared(given: Compared, models: Mapping[str, Any], trials: int, keep: Path | None) -> Comparison:
+    """Compare models one after the other, so that `keep` has those that are done if the run is broken off."""
+    parts = []
+    for name, model in models.items():
+        kept = keep / f"{given.title}, {name}, {trials}.pickle" if keep else None
+        if kept and kept.exists():
+            parts.append(pickle.loads(kept.read_bytes()))
+            continue
+        parts.append(benchmark({name: model}, given.log, item="movie", protocol=given.protocol, trials=trials))
+        if kept:
+            kept.write_bytes(pickle.dumps(parts[-1]))
+    return joined(parts)
+
+
+def joined(parts: list[Comparison]) -> Comparison:
+    """Join comparisons of the same log and protocol, with the test against the best of all."""
+    about = parts[0].about
+    rows = [row for one in parts for row in one.table.select("model", "trials", "parameters", "fit_seconds").to_dicts()]
+    per_user = {name: frame for one in parts for name, frame in one.per_user.items()}
+    found = {name: {one.name: one.to_torch() for one in frame} for name, frame in per_user.items()}
+    parameters = {name: chosen for one in parts for name, chosen in one.parameters.items()}
+    return Comparison(table_of(found, rows, "ndcg", about["k"], about["seed"]), about, parameters, per_user)
 
 
 def searched(models: dict[str, Any], seed: int) -> str:
@@ -198,36 +296,62 @@ def verdict(table: pl.DataFrame) -> str:
     return f"First by NDCG: {best}. Level with it: {', '.join(level) or 'none'} (of {len(others)} others).{where[how]}"
 
 
+NEGATIVES: dict[str, dict[str, Any]] = {
+    "all items of the batch but its own": {},
+    "without other items that the user has taken": {"exclude": True},
+    "the 100 hardest of these": {"exclude": True, "hardest": 100},
+}
+
+
+def hard(session: Session, given: Compared, movies: pl.DataFrame, seeds: int = 3) -> list[str]:
+    """Two towers at the setting that the search has chosen, by the negatives of a row; each with several seeds."""
+    setting = {"dim": 16, "epochs": 20, "decay": 0.156, "temperature": 0.5}
+    models = {
+        f"{name}, seed {seed}": Towers(session, movies, **setting, **options, seed=seed)
+        for name, options in NEGATIVES.items()
+        for seed in range(seeds)
+    }
+    table = benchmark(models, given.log, item="movie").table
+    lines = ["| negatives of a row | ndcg@10 |", "|---|--:|"]
+    for name in NEGATIVES:
+        runs = table.filter(pl.col("model").str.starts_with(f"{name}, seed"))["ndcg@10"]
+        lines.append(f"| {name} | {runs.mean():.4f} ({runs.min():.4f} to {runs.max():.4f}) |")
+    at = ", ".join(f"{name} {value}" for name, value in setting.items())
+    said = (
+        f"{given.said} Two towers, {at}, batches of 512 on each of 2 ranks: the mean of {seeds} seeds, and the range."
+    )
+    return [said, "", *lines, ""]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m", "games"])
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--without", nargs="+", default=[], help="beginnings of names of models to leave out")
+    parser.add_argument(
+        "--hard", action="store_true", help="two towers with hard negatives on MovieLens 100k, and no more"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the comparisons of models are kept")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
+    packages = ["torch", "torchmetrics", "polars", "optuna", "scipy"]
     with Session(2) as session:
+        if options.hard:
+            lines = hard(session, *of_movies("100k", session)) + conditions(packages)
+            save_section("quality", "Two towers with hard negatives", lines, keep=not options.print)
+            return
         for name in options.sets:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that they are invented is in `source`
-                ratings, movies, source = movielens(name, synthetic=True)
-            models = candidates(session, movies)
+            given = of_games() if name == "games" else of_movies(name, session)[0]
+            models = given.models
             for beginning in options.without:
                 models = {model: one for model, one in models.items() if not model.startswith(beginning)}
-            likes = ratings.filter(pl.col("rating") > 3)
-            found = benchmark(models, likes, item="movie", trials=options.trials)
-            lines = [
-                f"{name_of(source)}. Liked are ratings above 3.",
-                "",
-                found.to_markdown(),
-                "",
-                verdict(found.table),
-                "",
-                searched(models, found.about["seed"]),
-                "",
-            ]
-            packages = ["torch", "torchmetrics", "polars", "optuna", "scipy"]
-            packages += ["implicit"] if any(model.startswith("implicit") for model in models) else []
-            save_section("quality", title_of(name, source), lines + conditions(packages), keep=not options.print)
+            found = compared(given, models, options.trials, options.keep)
+            seed = found.about["seed"]
+            lines = [given.said, "", found.to_markdown(), "", verdict(found.table), "", searched(models, seed), ""]
+            lines += conditions(
+                [*packages, *(["implicit"] if any(one.startswith("implicit") for one in models) else [])]
+            )
+            save_section("quality", given.title, lines, keep=not options.print)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import check_count
-from ..loader.columns import Column, Columns, Ragged
+from ..loader.columns import Column, Columns, Ragged, rows_of
+from .softmax import in_lists
 from .tables import SequenceTables
 
 
@@ -56,19 +57,27 @@ class NextItemModel(nn.Module):
         nn.init.normal_(self.positions.weight, std=embedding_dim**-0.5)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, batch: Columns, negatives: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Columns, negatives: Tensor, *, exclude: Ragged | None = None) -> tuple[Tensor, Tensor]:
         """Score the next item, and some drawn items, at each position of the histories: logits for `cross_entropy`.
 
         Args:
             batch: Rows with the column of histories. The model learns nothing from a history with fewer than two items.
             negatives: The codes of items that were drawn uniformly; see `draw_rows`.
+            exclude: The codes of items that are no negatives for a row, a list for each row. ``batch["history"]``
+                leaves out all items of the history, as the authors of SASRec do. None: only the next item itself is
+                left out, as by the authors of HSTU; the authors of gSASRec and eSASRec leave out none.
 
         Returns:
-            The logits, shape (places, 1 + negatives), with the actual next item in column 0; and the targets, zeros,
-            shape (places,).
+            The logits, shape (places, 1 + negatives), with the actual next item in column 0 and -inf for those left
+            out; and the targets, zeros, shape (places,).
+
+        Raises:
+            ValueError: The column does not have lists, or `exclude` does not have a list for each row.
         """
         codes, there = padded(batch[self.column], self.length + 1)  # (rows, length + 1)
         rows = len(codes)
+        if exclude is not None and rows_of(exclude) != rows:
+            raise ValueError(f"`exclude` must have a list for each of {rows} rows, got {rows_of(exclude)} lists")
         # One look-up for all: one list of what was drawn, and one for each history.
         starts = len(negatives) + (self.length + 1) * torch.arange(rows + 1, device=codes.device)
         offsets = torch.cat([starts.new_zeros(1), starts])
@@ -80,7 +89,10 @@ class NextItemModel(nn.Module):
         following, next_code = vectors[:, 1:][there[:, 1:]], codes[:, 1:][there[:, 1:]]
         states, following, drawn = self._scaled(states), self._scaled(following), self._scaled(drawn)
         own = (states * following).sum(1, keepdim=True)
-        others = (states @ drawn.T).masked_fill(next_code[:, None] == negatives[None, :], -torch.inf)
+        left_out = next_code[:, None] == negatives[None, :]  # (places, negatives)
+        if exclude is not None:
+            left_out |= in_lists(negatives, exclude)[there[:, 1:].nonzero()[:, 0]]
+        others = (states @ drawn.T).masked_fill(left_out, -torch.inf)
         logits = torch.cat([own, others], dim=1) / (self.temperature or 1.0)
         return logits, torch.zeros_like(next_code, dtype=torch.int64)
 

@@ -88,12 +88,12 @@ def softmax_logits(
         logits = logits - (likely / candidates).log()
     same = ids[own, None] == ids[None, :]  # (rows, candidates)
     if exclude is not None:
-        same |= _in_lists(ids, exclude)
+        same |= in_lists(ids, exclude)
     same[torch.arange(rows, device=own.device), own] = False
     return logits.masked_fill(same, -torch.inf), own
 
 
-def _in_lists(ids: Tensor, lists: Ragged) -> Tensor:
+def in_lists(ids: Tensor, lists: Ragged) -> Tensor:
     """Return whether each id is in the list of each row, shape (rows, ids)."""
     known, place = ids.unique(return_inverse=True)
     rows = torch.repeat_interleave(lists.lengths)  # the row of each element

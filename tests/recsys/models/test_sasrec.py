@@ -253,12 +253,28 @@ def test_attention_sees_no_later_items(layers: Any, temperature: float | None) -
         model.query({"history": torch.tensor([1])})
 
 
+def test_items_of_the_history_are_no_negatives_where_they_are_excluded() -> None:
+    torch.manual_seed(0)
+    model = SASRec(30, length=4, embedding_dim=8, blocks=1).eval()
+    lists = Ragged(torch.tensor([20, 5, 6, 7, 8, 9, 3]), torch.tensor([0, 6, 7, 7]))  # 20 is too old to be read
+    batch, negatives = {"history": lists}, torch.tensor([3, 7, 20, 7, 11])
+    with torch.no_grad():
+        plain, _ = model(batch, negatives)
+        logits, first = model(batch, negatives, exclude=lists)
+    left_out = torch.tensor([False, False, True, True, True, False]).expand(4, -1)  # in all four places of the row
+    assert not first.any() and torch.equal(logits, plain.masked_fill(left_out, -torch.inf))
+    assert plain.isinf().nonzero().tolist() == [[1, 2], [1, 4]], "only where 7 is the next item"
+    with pytest.raises(ValueError, match="`exclude` must have a list for each of 3 rows, got 1"):
+        model(batch, negatives, exclude=Ragged(negatives, torch.tensor([0, 5])))
+
+
 def test_a_batch_without_rows() -> None:
     torch.manual_seed(0)
     model = SASRec(30, length=6, embedding_dim=8, blocks=2, heads=2)
     nothing = {"history": Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))}
     logits, first = model(nothing, torch.tensor([3, 7, 20]))
     assert logits.shape == (0, 4) and first.shape == (0,)
+    assert model(nothing, torch.tensor([3, 7, 20]), exclude=nothing["history"])[0].shape == (0, 4)
     assert model.eval().query(nothing).shape == (0, 8)
     logits.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
