@@ -332,7 +332,11 @@ def test_a_plot_of_plotly_follows_its_rank(open_notebook: Open, lab: tuple[str, 
     click(1)
     assert "[[0]]" in book.end(1)
     book.save()
-    book.load()
+    for _ in range(10):  # JupyterLab waits four seconds for all models, and this one brings 5 MB of JavaScript
+        book.load()
+        assert poll(lambda: points(1) or "Error displaying widget" in book.shown(1)), book.shown(1)
+        if points(1):
+            break
     assert poll(lambda: points(1) == 3), (points(1), book.shown(1))  # as it was displayed: plotly's own way
     book.run(2)
     assert poll(lambda: points(2) == 3), book.shown(2)
