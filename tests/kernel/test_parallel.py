@@ -354,6 +354,20 @@ def test_fastcore_parallel(cell: Cell) -> None:
 # ----------------------------------------------------------------------------------------------------------- a cluster
 
 
+@pytest.mark.long("notebooks")
+def test_workers_execute_notebooks(tmp_path: Path) -> None:
+    """papermill and other programs start a kernel in each worker."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+
+    def executed(number: int) -> str:
+        cells = [nbformat.v4.new_code_cell(f"number = {number}"), nbformat.v4.new_code_cell("print(10 * number)")]
+        client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=None)
+        return str(client.execute(cwd=str(tmp_path)).cells[-1].outputs[0]["text"])
+
+    assert parallel_map(executed, [1, 2], 2, progress=False) == ["10\n", "20\n"]
+
+
 @pytest.mark.long("clusters of Ray")
 def test_parallel_map_runs_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     scale, table = 10, np.arange(1_000_000)

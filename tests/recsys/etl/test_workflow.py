@@ -16,12 +16,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.recsys.etl import Categorify, Compute, Drop, FillMissing, Join, Workflow, inputs, output
+from nbdist.recsys.etl import (
+    Categorify,
+    Compute,
+    Drop,
+    FillMissing,
+    Filter,
+    Join,
+    JoinGroupby,
+    Workflow,
+    inputs,
+    output,
+)
 from nbdist.recsys.etl.expressions import from_json, to_json
 from nbdist.recsys.io.permutation import Permutation
 from nbdist.recsys.loader import ParquetLoader
@@ -1003,3 +1015,28 @@ def test_floats_stand_for_integers_where_they_are_whole(tmp_path: Path) -> None:
             workflow.transform(rows).collect()
         with pytest.raises(ValueError, match=r"column 'user' has .*, but it was int64 in fit"):
             workflow.write(rows, tmp_path / "wrong", progress=False)
+
+
+def test_a_filter_comes_before_the_statistics_of_groups(tmp_path: Path) -> None:
+    kinds = ["start", "start", "stop", "start"]
+    events = pl.DataFrame({"session": list("aaab"), "kind": kinds, "price": [1.0, 3.0, 100.0, 5.0]})
+    groups = JoinGroupby("session", columns="price", stats=["count", "mean"])
+    workflow = Workflow(Filter(pl.col("kind") == "start"), groups).fit(events, progress=False)
+    files = workflow.write(events, tmp_path / "out", num_files=1, shuffle=False, progress=False)
+    found = pl.read_parquet(files).select("session_count", "session_price_mean").rows()
+    assert found == [(2, 2.0), (2, 2.0), (1, 5.0)]
+
+
+def test_nulls_of_two_columns_with_one_vocabulary() -> None:
+    both = pl.DataFrame({"movie": ["x", None, "y"], "seen": [["x", None], None, ["z"]]})
+    workflow = Workflow(Categorify(("movie", "seen"))).fit(both, progress=False)
+    assert workflow.transform(both).collect().rows() == [(2, [2, 0]), (0, [0]), (3, [4])]
+    assert workflow.vocabularies["movie"].nulls == 3
+
+
+def test_files_that_differ_in_whether_a_column_may_be_null(tmp_path: Path) -> None:
+    never = pa.schema([pa.field("user", pa.int64(), nullable=False)])
+    pq.write_table(pa.table([pa.array([1, 2])], schema=never), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"user": pa.array([3, None])}), tmp_path / "1.parquet")
+    workflow = Workflow(Categorify("user")).fit(tmp_path, progress=False)
+    assert workflow.rows == 4 and workflow.vocabularies["user"].nulls == 1
