@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,10 @@ CELLS = cells("capture/cells/stale.py")
 MODULE = "RATE = 0.5\nOPTIONS = {{'k': 0}}\ndef value(): return {number}\n# {fill}\n"
 NUMBERS = st.integers(1, 9)
 PLACES = ["sessions[0].run", "sessions[1].run", "fresh"]
+
+
+#: Numbers of files: the module may be a link to the file of an earlier example.
+VERSIONS = itertools.count()
 
 
 class Notebook(RuleBasedStateMachine):
@@ -104,7 +109,7 @@ class Notebook(RuleBasedStateMachine):
         if way == "touch":
             os.utime(self.file)
         else:
-            new = self.file.with_name(f"version{self.edits}.txt")
+            new = self.file.with_name(f"version{next(VERSIONS)}.txt")
             self.write(new)
             if way == "older":
                 os.utime(new, (10_000, 10_000))
