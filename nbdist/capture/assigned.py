@@ -13,7 +13,7 @@ from .foreign import is_a
 from .modules import objects_of_own_modules, own_file
 from .names import importable
 from .need import main_namespace
-from .new_cells import NewCells
+from .new_cells import NewCells, outside_functions
 
 #: A class or module, the name of its attribute, and what the notebook has put there.
 Patch = tuple[type | types.ModuleType, str, Any]
@@ -95,19 +95,6 @@ def assigned_in(cell: str) -> Iterator[Chain]:
                 chain = (*chain, name.value) if chain else ()
         if len(chain) > 1:
             yield chain
-
-
-def outside_functions(cell: str) -> Iterator[ast.AST]:
-    """Yield the nodes of a cell's code that are in no function."""
-    try:
-        nodes: list[ast.AST] = list(ast.parse(cell).body)
-    except (SyntaxError, ValueError):
-        return
-    while nodes:
-        node = nodes.pop(0)
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield node
-            nodes += ast.iter_child_nodes(node)
 
 
 def chain_of(node: ast.AST) -> Chain:

@@ -9,11 +9,11 @@ import types
 import warnings
 from collections.abc import Collection, Iterator
 
-from .assigned import Chain, Patch, chain_of, outside_functions
+from .assigned import Chain, Patch, chain_of
 from .foreign import contents, is_a
 from .modules import own_file
 from .need import main_namespace
-from .new_cells import NewCells
+from .new_cells import NewCells, outside_functions
 
 #: Values that a call of a function sets as options. Other values may be caches, or belong to one process.
 _OPTIONS = (bool, int, float, complex, str, bytes, tuple)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from ..notebook.shell import shell
@@ -66,3 +67,16 @@ def _line() -> int:
             line = frame.f_lineno  # the outermost: the others are functions
         frame = frame.f_back
     return line
+
+
+def outside_functions(code: str, skip: tuple[type[ast.AST], ...] = ()) -> Iterator[ast.AST]:
+    """Yield the nodes of code that are in no function. Nodes of the kinds to `skip` are left out, with their parts."""
+    try:
+        nodes: list[ast.AST] = list(ast.parse(code).body)
+    except (SyntaxError, ValueError):
+        return
+    while nodes:
+        node = nodes.pop(0)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *skip)):
+            yield node
+            nodes += ast.iter_child_nodes(node)

@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import text_of
 from .foreign import contents, text
 from .need import main_namespace
-from .new_cells import NewCells
+from .new_cells import NewCells, outside_functions
 from .patches import classes
 
 _NEVER = frozenset(["torch", __name__.partition(".")[0], *sys.stdlib_module_names])
@@ -101,12 +101,7 @@ def modules_in(text: str, package: str = "") -> Iterator[str]:
     """
     if "import" not in text:
         return
-    try:
-        nodes: list[ast.AST] = list(ast.parse(text).body)
-    except (SyntaxError, ValueError):
-        return
-    while nodes:
-        node = nodes.pop(0)
+    for node in outside_functions(text, skip=(ast.expr,)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -114,5 +109,3 @@ def modules_in(text: str, package: str = "") -> Iterator[str]:
                 module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 yield module
                 yield from (f"{module}.{alias.name}" for alias in node.names)  # it may be a module: those that are
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.expr)):
-            nodes += ast.iter_child_nodes(node)
