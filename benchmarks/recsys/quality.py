@@ -1,8 +1,8 @@
 """Quality of recommendations, by `nbdist.recsys.benchmark`: its models, two towers, and implicit's ALS and BPR.
 
-Games: Amazon's video games, as `benchmarks.recsys.next_item` describes them. EASE is left out there, and so are two
-towers: nothing is known of a game but its id. `--keep FOLDER` writes each model's comparison as soon as it is made, and
-a later call with the same options takes it from there.
+Games: Amazon's video games, as `benchmarks.recsys.next_item` describes them. Nothing is known of a game but its id,
+and that is all that two towers learn from there. `--keep FOLDER` writes each model's comparison as soon as it is made,
+and a later call with the same options takes it from there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Implicit:
 
 
 class Towers:
-    """Two towers, trained on the ranks of a session."""
+    """Two towers, trained on the ranks of a session: users' ids, and items by each column of `movies`."""
 
     def __init__(self, session: Session, movies: pl.DataFrame, **options: Any) -> None:
         self._session, self._movies, self._options = session, movies, options
@@ -110,13 +110,14 @@ class Towers:
     def fit(self, log: pl.DataFrame, *, user: str, item: str, time: str | None) -> None:
         self._coded = Coded(log, user, item)
         known = log.join(self._movies, on=item, maintain_order="left")
-        workflow = Workflow(Categorify(user, item, "genres")).fit(known, progress=False)
-        rows = workflow.transform(known, [user, item, "genres"]).collect()
+        columns = self._movies.columns
+        workflow = Workflow(Categorify(user, *columns)).fit(known, progress=False)
+        rows = workflow.transform(known, [user, *columns]).collect()
         rows = rows.join(rows.group_by(user).agg(taken=item), on=user, maintain_order="left")
-        sizes = {name: workflow.vocabularies[name].size for name in (user, item, "genres")}
+        sizes = {name: workflow.vocabularies[name].size for name in (user, *columns)}
         shares = workflow.vocabularies[item].shares()
         model = self._session.run(train, rows, sizes, shares, user, item, **self._options)
-        one_each = workflow.transform(known.unique(item).sort(item), [item, "genres"]).collect()
+        one_each = workflow.transform(known.unique(item).sort(item), columns).collect()
         (batch,) = MemoryLoader(one_each, len(one_each))
         with torch.no_grad():
             self._users = model.query({user: torch.arange(sizes[user])})
@@ -144,7 +145,8 @@ def train(
 ) -> Any:
     """In a rank."""
     torch.manual_seed(seed)
-    model = TwoTower({user: sizes[user]}, {name: sizes[name] for name in (item, "genres")}, embedding_dim=dim)
+    users, items = {user: sizes[user]}, {name: size for name, size in sizes.items() if name != user}
+    model = TwoTower(users, items, embedding_dim=dim)
     parallel = replicate(model, lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=decay))
 
     def predict(module: Any, batch: Any) -> Any:
@@ -158,7 +160,7 @@ def train(
     return parallel.gather()
 
 
-def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
+def candidates(session: Session, movies: pl.DataFrame, alpha: Range) -> dict[str, Any]:
     return {
         "popularity": Popularity,
         "item neighbors (nbdist)": ItemKNN,
@@ -168,7 +170,7 @@ def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
             lambda **options: Towers(session, movies, **options),
             {"dim": (16, 64), "epochs": (10, 20), "decay": Range(0.05, 1.0, log=True), "temperature": (0.5, 1.0)},
         ),
-        **of_implicit(alpha=Range(0.5, 20.0, log=True)),
+        **of_implicit(alpha),
     }
 
 
@@ -221,25 +223,19 @@ def of_movies(name: str, session: Session) -> tuple[Compared, pl.DataFrame]:
         ratings, movies, source = movielens(name, synthetic=True)
     said = f"{name_of(source)}. Liked are ratings above 3."
     liked = ratings.filter(pl.col("rating") > 3)
-    return Compared(title_of(name, source), said, liked, candidates(session, movies)), movies
+    movies = movies.select("movie", "genres")
+    models = candidates(session, movies, alpha=Range(0.5, 20.0, log=True))
+    return Compared(title_of(name, source), said, liked, models), movies
 
 
-def of_games() -> Compared:
+def of_games(session: Session) -> Compared:
     log = games()
-    pairs = log["movie"].n_unique() ** 2
     said = (
         f"All {len(log):,} reviews of {log['user'].n_unique():,} users are taken as liked; their times are not known, "
-        "but their order is. EASE (nbdist) is left out: for each setting it takes "
-        f"{16 * pairs / 1e9:.1f} GB and minutes of a core. Two towers are left out, since nothing is known of a game "
-        "but its id."
+        "but their order is. Nothing is known of a game but its id."
     )
-    models = {
-        "popularity": Popularity,
-        "iALS (nbdist)": IALS,
-        **of_implicit(alpha=Range(1.0, 300.0, log=True)),  # as wide as iALS's: the inverse of `unobserved_weight`
-        # With more neighbors, a setting takes minutes here.
-        "item neighbors (nbdist)": Candidate(ItemKNN, {**ItemKNN.SPACE, "neighbors": Range(5, 100, log=True)}),
-    }
+    alpha = Range(1.0, 300.0, log=True)  # as wide as iALS's: the inverse of `unobserved_weight`
+    models = candidates(session, log.select("movie").unique(), alpha)
     return Compared(ALL["games"].what, said, log, models, LeaveOneOutOf(10_000))
 
 
@@ -341,7 +337,7 @@ def main() -> None:
             save_section("quality", "Two towers with hard negatives", lines, keep=not options.print)
             return
         for name in options.sets:
-            given = of_games() if name == "games" else of_movies(name, session)[0]
+            given = of_games(session) if name == "games" else of_movies(name, session)[0]
             models = given.models
             for beginning in options.without:
                 models = {model: one for model, one in models.items() if not model.startswith(beginning)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from ...checks import check_count, check_number
 from ..loader.columns import Ragged
 from .base import Recommender
 from .gram import columns_of_gram
-from .interactions import Interactions, rows_of_values, sums_of
+from .interactions import Interactions, part_of, rows_of_values
 from .spaces import Range, Space
 
 
@@ -54,13 +55,23 @@ class ItemKNN(Recommender):
             cosines[scored, torch.arange(len(scored))] = 0.0
             values[scored], places[scored] = (part.T for part in cosines.topk(k, dim=0))
         self._places, self._cosines = places, values  # (scored, k)
+        vars(self).pop("_pairs", None)
 
     def _scores(self, histories: Ragged) -> Tensor:
-        taken = torch.zeros(len(self.items), len(histories.lengths))
-        taken[histories.values, rows_of_values(histories)] = 1.0
+        """Add up the cosines of the pairs of the items taken only: most items are no neighbors of these."""
         count, k = self._places.shape
-        neighbors = Ragged(self._places.flatten(), torch.arange(count + 1) * k)
-        return sums_of(neighbors, taken, self._cosines.flatten()).T.contiguous()
+        pairs = part_of(self._pairs, histories.values)
+        users = rows_of_values(histories).repeat_interleave(pairs.lengths)
+        scores = torch.zeros(len(histories.lengths), count)
+        scores.view(-1).index_add_(0, users * count + pairs.values // k, self._cosines.flatten()[pairs.values])
+        return scores
+
+    @cached_property
+    def _pairs(self) -> Ragged:
+        """The numbers of the elements of `_places` and `_cosines` that belong to each item taken."""
+        taken = self._places.flatten()
+        counts = taken.bincount(minlength=len(self._places))
+        return Ragged(taken.argsort(stable=True), torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
     def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, None]:
         same = self._places[item] == taken[:, None]
