@@ -73,10 +73,13 @@ def check_ids(ids: pl.Series) -> None:
     """Raise `ValueError` for a column of ids that holds a null, and `TypeError` for one of another type."""
     check_no_nulls(ids)
     dtype = ids.dtype
-    if dtype.is_nested() or dtype.is_float() or dtype.is_decimal() or dtype == pl.Object:
-        hint = ": cast it, for example with `cast(pl.Int64)` of polars or `astype('Int64')` of pandas"
-        kind = f"{dtype}{hint if dtype.is_numeric() else ''}"
-        raise TypeError(f"column {ids.name!r} must be of integers, strings or dates, got {kind}")
+    if dtype.is_integer() or dtype.is_temporal() or dtype in (pl.String, *WORDS, pl.Boolean, pl.Null):
+        return
+    type_, name = ("pl.Int64", "'Int64'") if dtype.is_numeric() else ("pl.String", "str")
+    raise TypeError(
+        f"column {ids.name!r} must be of integers, strings or dates, got {dtype}: cast it, for example with "
+        f"`cast({type_})` of polars or `astype({name})` of pandas"
+    )
 
 
 def check_times(times: pl.Series) -> None:

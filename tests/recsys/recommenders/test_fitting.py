@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -472,6 +473,16 @@ def test_steps_of_conjugate_gradients_end_at_the_exact_solution() -> None:
             lambda: fitted(log=rated().with_columns(who=pl.Series([object()] * 180, dtype=pl.Object))),
             TypeError,
             "column 'who' must be of integers, strings or dates, got Object",
+        ),
+        (  # polars reads these as bytes: the ids returned would be others
+            lambda: fitted(log=rated().to_pandas().assign(who=[uuid.UUID(int=row % 9) for row in range(180)])),
+            TypeError,
+            r"column 'who' must be of integers, strings or dates, got Binary: cast it, .* `astype\(str\)` of pandas",
+        ),
+        (
+            lambda: fitted(log=rated().to_pandas().assign(who=pd.period_range("2020-01", periods=180, freq="M"))),
+            TypeError,
+            "column 'who' must be of integers, strings or dates, got ",
         ),
         (
             lambda: fitted({"e": EASE}, log=rated().unique("who")),
