@@ -61,6 +61,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_PACKAGES = ("fastai", "recsys")
+
 _HOMES = {
     "CaptureError": "errors",
     "NbdistError": "errors",
@@ -92,6 +94,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> _typing.Any:
     # pytest imports this file wherever nbdist is installed, for its plugin: what is not used costs nothing.
+    if name in _PACKAGES:
+        return _importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         from .checks import nearest
 
@@ -107,9 +111,7 @@ def __getattr__(name: str) -> _typing.Any:
 
 def __dir__() -> list[str]:
     """Return the public names, for completion."""
-    return sorted(
-        [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__", "fastai", "recsys"]
-    )
+    return sorted([*__all__, *_PACKAGES, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])
 
 
 def load_ipython_extension(shell: _typing.Any) -> None:

@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import functools
 import graphlib
+import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +190,17 @@ def test_public_names() -> None:
         assert getattr(nbdist, name).__module__.startswith("nbdist")
     with pytest.raises(AttributeError, match="no attribute 'in_dpp'"):
         nbdist.in_dpp  # noqa: B018
+
+
+def test_completion_offers_what_packages_have() -> None:
+    """The public names of a package, those that are imported later included, and its modules; nothing else."""
+    names = [f"nbdist.{name}".removesuffix(".__init__") for name, path in FILES.items() if path.name == "__init__.py"]
+    for package in map(importlib.import_module, names):
+        if public := set(getattr(package, "__all__", ())):
+            offered = {name for name in dir(package) if name.isidentifier() and not name.startswith("_")}
+            assert public <= offered, package.__name__
+            others = [name for name in offered - public if not importlib.util.find_spec(f"{package.__name__}.{name}")]
+            assert not others, package.__name__
 
 
 @pytest.mark.started

@@ -7,19 +7,40 @@ and are compared; `triton` serves a trained model. `io` (files) and `ranks` (val
 common parts. This package uses the launcher like any notebook.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import importlib as _importlib
+import typing as _typing
 
-if _TYPE_CHECKING:
-    from .recommenders import benchmark as benchmark
-    from .recommenders import fit_recommender as fit_recommender
+if _typing.TYPE_CHECKING:
+    from .recommenders import benchmark, fit_recommender
+
+__all__ = ["benchmark", "fit_recommender"]
+
+_PACKAGES = (
+    "datasets",
+    "days",
+    "etl",
+    "loader",
+    "metrics",
+    "models",
+    "raw_ids",
+    "recommenders",
+    "retrieval",
+    "sharding",
+    "training",
+    "triton",
+)
 
 
-def __getattr__(name: str) -> _Any:
-    """Import `benchmark` and `fit_recommender` at their first use, because steps and loaders do not need their
+def __getattr__(name: str) -> _typing.Any:
+    """Import packages and `recommenders` at the first use of a name: steps and loaders do not need all
     dependencies."""
-    if name in ("benchmark", "fit_recommender"):
-        from . import recommenders
+    if name in _PACKAGES:
+        return _importlib.import_module(f".{name}", __name__)
+    if name in __all__:
+        return getattr(_importlib.import_module(".recommenders", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=None)
 
-        return getattr(recommenders, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    """Return the names of what is public, for completion."""
+    return sorted({*globals(), *__all__, *_PACKAGES})

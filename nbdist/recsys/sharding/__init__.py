@@ -4,12 +4,12 @@
 TorchRec.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 from ..parallel.replicated import Replicated, replicate
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from .call import shard
     from .equal_length import equal_steps
     from .optimizers import OPTIMIZERS
@@ -45,8 +45,13 @@ _MODULES = {
 `replicate` does not need it."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=None)
+    value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion."""
+    return sorted({*globals(), *__all__})
