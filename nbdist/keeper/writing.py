@@ -39,6 +39,7 @@ class Journal:
         self._largest = max(1 << 12, min(_LARGEST, keep // _PARTS))
         self._lock = threading.RLock()
         self._fd, self._number, self._size = -1, 0, 0
+        self._cut = False  # whether the file may end with a part of a record
         self._files: collections.deque[tuple[int, int, int]] = collections.deque()  # number, size, last call in it
         self._values: list[tuple[int, str, int]] = []  # call, path, size
         self._call = 0
@@ -164,15 +165,19 @@ class Journal:
 
     def _write(self, *records: Record) -> bool:
         """Write records completely; return whether there was room."""
+        data = memoryview(b"".join(itertools.chain.from_iterable(map(encode, records))))
+        done = 0
         try:
-            if self._fd < 0 or self._size >= self._largest:
+            if self._fd < 0 or self._cut or self._size >= self._largest:
                 self._next_file()
-            data = b"".join(itertools.chain.from_iterable(map(encode, records)))
-            done = os.write(self._fd, data)
-            if done < len(data):  # as much as fitted
-                os.ftruncate(self._fd, self._size)
-                return False
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
         except OSError:
+            if done:
+                # A reader may have read this part of a record. So what follows goes into the next file.
+                self._cut = True
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._size)
             return False
         self._size += done
         return True
@@ -184,7 +189,7 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
             self._files.append((self._number, self._size, self._call))
-        self._fd, self._number, self._size = fd, number, 0
+        self._fd, self._number, self._size, self._cut = fd, number, 0, False
         self._drop()
 
     def _drop(self) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nbdist.keeper import writing
 from nbdist.keeper.writing import Journal
@@ -17,10 +22,12 @@ from nbdist.wire.journal import Reader, mapped, numbers
 
 
 class Disk:
-    """A disk that is full as long as `full`: what writes to it gets the bytes in `room`, and then an error."""
+    """A disk that is full as long as `full`: what writes to it gets the bytes in `room`, and then an error. `when_full`
+    is called before the error."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.full, self.room = False, 0
+        self.when_full: Callable[[], Any] = lambda: None
         self._write, self._pwrite = os.write, os.pwrite
         patch.setattr("os.write", lambda fd, data: self._write(fd, self._fitting(data)))
         patch.setattr("os.pwrite", lambda fd, data, at: self._pwrite(fd, self._fitting(data), at))
@@ -28,6 +35,7 @@ class Disk:
         truncate = os.ftruncate
 
         def give_back(fd: int, size: int) -> None:
+            self.when_full()
             self.room += os.fstat(fd).st_size - size
             truncate(fd, size)
 
@@ -42,6 +50,7 @@ class Disk:
         if not self.full:
             return data
         if not self.room:
+            self.when_full()
             raise OSError(28, "No space left on device")
         data = memoryview(data)[: self.room]
         self.room -= len(data)
@@ -168,3 +177,74 @@ def test_the_end_of_a_call_has_room_that_was_set_aside(
     journal.append("output", {"rank": 0, "which": 0}, b"lost")
     journal.append("end", {"call": 1})
     assert [kind for kind, _ in heads(tmp_path)] == ["cut", "end"]
+
+
+#: Steps. A record of this kind and size is appended, or the room on the disk changes to a number of bytes (None: to
+#: any number).
+STEPS = st.one_of(
+    st.tuples(st.sampled_from(["begin", "output", "text", "end"]), st.integers(0, 300)),
+    st.tuples(st.just("room"), st.one_of(st.none(), st.integers(0, 600))),
+)
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+@settings(deadline=None, max_examples=100)
+@given(steps=st.lists(STEPS, max_size=25))
+def test_wherever_it_is_cut_later_records_are_read_whole(truncates: bool, steps: Sequence[tuple[str, Any]]) -> None:
+    """A reader that has read one half of a record reads them, too."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch)
+        if not truncates:
+            patch.setattr("os.ftruncate", fail)
+        with contextlib.closing(Journal(folder, 1 << 20, lambda: None)) as journal:
+            early, read = Reader(folder), []
+            disk.when_full = lambda: read.extend(early.read())
+            for number, (kind, size) in enumerate(steps):
+                if kind == "room":
+                    disk.full, disk.room = size is not None, size or 0
+                else:
+                    journal.append(kind, {"step": number}, bytes(size))
+            disk.full = False
+            journal.append("over", {"step": len(steps)})
+            read += early.read()
+            early.close()
+        with contextlib.closing(Reader(folder)) as late:
+            assert [(one.kind, one.head) for one in late.read()] == [(one.kind, one.head) for one in read]
+    found = [one.head["step"] for one in read if one.kind != "cut"]
+    assert found == sorted(set(found)), "in order, and none twice"
+    absent = [kind for number, (kind, _) in enumerate(steps) if number not in found and kind != "room"]
+    assert not {"begin", "end"} & set(absent), "these are written as soon as there is room"
+    counts = [re.search(r"(\d+) records were lost", one.head["why"]) for one in read if one.kind == "cut"]
+    assert sum(int(count[1]) for count in counts if count) == len(absent)
+
+
+def fail(*_: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.fixture
+def largest_file() -> Iterator[int]:
+    """The largest size of a file, in bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    yield 10_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_of_the_size_of_files_cuts_no_later_record(tmp_path: Path, largest_file: int) -> None:
+    with contextlib.closing(Journal(str(tmp_path), 1 << 20, lambda: None)) as journal:
+        for size in (largest_file - 100, 2 * largest_file, 200, 300):
+            journal.append("output", {"rank": 0, "which": 0}, bytes(size))
+        journal.append("end", {"call": 1})
+    records = list(Reader(str(tmp_path)).read())
+    assert [record.kind for record in records] == ["output", "cut", "output", "output", "end"]
+    assert [record.buffers[0].nbytes for record in records if record.kind == "output"] == [9900, 200, 300]  # type: ignore[union-attr]
+
+
+def test_a_write_of_one_half_is_continued(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system writes one half of more than two gibibytes, and after some signals."""
+    write = os.write
+    monkeypatch.setattr("os.write", lambda fd, data: write(fd, data[:7]))
+    journal.append("output", {"rank": 0, "which": 0}, b"text" * 10)
+    journal.append("end", {"call": 1})
+    assert [kind for kind, _ in heads(tmp_path)] == ["output", "end"]
