@@ -1,4 +1,4 @@
-"""The state of a rank's GPU at the end of a call, after an error, and between calls."""
+"""The state of a rank's GPUs at the end of a call, after an error, and between calls."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from . import nccl
 
-#: Seconds to wait for the GPU after an exception: a kernel may wait for a rank that will not come.
+#: Seconds to wait for the GPUs after an exception: a kernel may wait for a rank that will not come.
 _PATIENCE = 1.0
 
 _allocated = 0  # bytes after the last collection
 
 
 def finish(groups: Iterable[Any]) -> None:
-    """Wait until the GPU has finished the work of the call, if torch uses a GPU.
+    """Wait until each GPU has finished the work of the call, if torch uses GPUs.
 
     Raises the exceptions of the last kernels, and `DistBackendError` if a collective in one of the process `groups` was
     aborted. Without this, the former would be raised by the next call, and the latter by none.
     """
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        for gpu in _used():
+            torch.cuda.synchronize(gpu)
         nccl.check(groups)
 
 
 def lost() -> bool:
-    """Return whether this process can no longer use its GPU, whatever exception was raised.
+    """Return whether this process can no longer use one of its GPUs, whatever exception was raised.
 
     CUDA repeats such an error in every later call: a failed assertion, an illegal access, and other errors after which
     the process must be restarted.
@@ -40,20 +42,30 @@ def lost() -> bool:
         return False
     errors: list[Exception] = []
 
-    def synchronize(device: int) -> None:
+    def synchronize(gpu: int) -> None:
         try:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(gpu)
         except Exception as exc:
             errors.append(exc)
 
     try:
-        device = torch.cuda.current_device()
+        gpus = _used()
     except RuntimeError:
         return True
-    thread = threading.Thread(target=synchronize, args=(device,), name="nbdist: synchronize", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
+    # A thread for each GPU: another one may wait longer than the patience.
+    threads = [threading.Thread(target=synchronize, args=(gpu,), daemon=True) for gpu in gpus]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
     return bool(errors)
+
+
+def _used() -> list[int]:
+    """Return the GPUs on which this process has a context. A question to another GPU would create a context there."""
+    torch = sys.modules["torch"]
+    return [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
 
 
 def collect_garbage() -> None:
@@ -66,9 +78,13 @@ def collect_garbage() -> None:
     if not torch.cuda.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # an allocator that does not count
-        if torch.cuda.memory_allocated() > _allocated:
+        if _memory_allocated() > _allocated:
             gc.collect()
-        _allocated = torch.cuda.memory_allocated()
+        _allocated = _memory_allocated()
+
+
+def _memory_allocated() -> int:
+    return sum(map(sys.modules["torch"].cuda.memory_allocated, _used()))
 
 
 def empty_cache() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from imitated.computing import Computing
+from imitated.computing import Computing, raise_on_gpu
 
 from nbdist import Session, in_ddp, rank_device
 from nbdist import devices as nbdist_devices
@@ -105,6 +105,33 @@ def test_a_gpu_assertion_is_reported_and_the_next_call_has_fresh_ranks(
     assert session.run_all(sums) == [9.0, 9.0]
     assert not set(session.run_all(os.getpid)) & set(pids)
     assert "cannot use its GPU any more, after a CUDA error" in capfd.readouterr().err
+
+
+def fail_on_the_other(catch: bool) -> None:
+    """In a rank: a kernel on a GPU that is not the rank's own meets an error, which the rank's own GPU has not."""
+    with torch.cuda.device(1 - torch.cuda.current_device()):
+        torch.ones(1).cuda()
+        raise_on_gpu()
+    torch.cuda.synchronize()
+    if catch:
+        raise KeyError("mine")
+
+
+@pytest.mark.parametrize(("catch", "says"), [(False, "device-side assert"), (True, "mine")])
+def test_an_error_on_another_gpu_of_the_call_ends_the_ranks_use(session: Session, catch: bool, says: str) -> None:
+    pids = session.run_all(os.getpid)
+    with pytest.raises(Exception, match=says):
+        session.run(fail_on_the_other, catch)
+    assert session.run_all(sums) == [9.0, 9.0]
+    assert not set(session.run_all(os.getpid)) & set(pids)
+
+
+def test_a_call_makes_no_context_on_a_gpu_that_it_does_not_use(session: Session) -> None:
+    session.run_all(sums)
+    assert session.run_all(lambda: [torch._C._cuda_hasPrimaryContext(gpu) for gpu in range(2)]) == [
+        [True, False],
+        [False, True],
+    ]
 
 
 def trained(shard: bool) -> tuple[float, float, torch.Tensor]:

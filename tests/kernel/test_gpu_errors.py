@@ -162,12 +162,28 @@ ASSERTION = (
 )
 
 
-def use_gpu(synchronize: Callable[[], None], allocated: Callable[[], int] = lambda: 0) -> None:
-    """Have nbdist find in this rank that torch uses a GPU, which is imitated."""
+def use_gpus(*gpus: tuple[Callable[[], None], Callable[[], int]] | None) -> None:
+    """Have nbdist find in this rank that torch uses these GPUs, which are imitated.
+
+    Args:
+        gpus: For each GPU what `synchronize` and `memory_allocated` do; None for a GPU without a context of the rank.
+    """
+
+    def used(gpu: int) -> tuple[Callable[[], None], Callable[[], int]]:
+        one = gpus[gpu]
+        assert one is not None, "the question to this GPU would create a context"
+        return one
+
     torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
-    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device=None: synchronize()  # type: ignore[assignment]
-    torch.cuda.memory_allocated = allocated  # type: ignore[assignment]
+    torch.cuda.device_count = lambda: len(gpus)
+    torch._C._cuda_hasPrimaryContext = lambda gpu: gpus[gpu] is not None  # type: ignore[attr-defined]
+    torch.cuda.synchronize = lambda gpu: used(gpu)[0]()  # type: ignore[assignment]
+    torch.cuda.memory_allocated = lambda gpu: used(gpu)[1]()  # type: ignore[assignment]
+
+
+def use_gpu(synchronize: Callable[[], None], allocated: Callable[[], int] = lambda: 0) -> None:
+    """Have nbdist find in this rank that torch uses one GPU of two, which are imitated."""
+    use_gpus((synchronize, allocated), None)
 
 
 def raise_as_every_call_does() -> None:
@@ -234,6 +250,22 @@ def test_a_call_ends_when_the_gpu_is_done() -> None:
         assert session.logs(0).count("the GPU is done") == 1
 
 
+def launch_on_two(fails: bool, waits: bool) -> None:
+    use_gpus((lambda: time.sleep(1000) if waits else None, lambda: 0), None, (raise_as_every_call_does, lambda: 0))
+    if fails:
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize(("fails", "waits", "says"), [(False, False, "device-side assert"), (True, True, "boom")])
+def test_each_gpu_of_a_call_is_asked_for_errors(fails: bool, waits: bool, says: str) -> None:
+    """Also where the rank's own GPU has none, and where it waits for another rank."""
+    with Session(1, devices="cpu") as session:
+        pid = session.run(os.getpid)
+        with pytest.raises(Exception, match=says):
+            session.run(launch_on_two, fails, waits)
+        assert session.run(os.getpid) != pid
+
+
 class Learner:
     """An object in a reference cycle, like a learner of fastai and its callbacks, with a tensor on the GPU."""
 
@@ -262,6 +294,17 @@ def test_garbage_in_circles_does_not_stay_on_the_gpu() -> None:
         assert session.run(lambda: Learner.used) == 0
         with pytest.raises(ValueError, match="boom"):
             session.run(fail)
+        assert session.run(lambda: Learner.used) == 0
+
+
+def test_garbage_on_each_gpu_of_a_call_is_freed() -> None:
+    def train() -> None:
+        use_gpus((lambda: None, lambda: 0), (lambda: None, lambda: Learner.used))
+        gc.disable()
+        Learner()
+
+    with Session(1, devices="cpu") as session:
+        session.run(train)
         assert session.run(lambda: Learner.used) == 0
 
 

@@ -61,7 +61,7 @@ def kernels() -> int:
 
 
 def raise_on_gpu(error: int = _ASSERT, text: str = _ASSERTION) -> None:
-    """Have the GPU meet an error of CUDA's, by its number: the host finds it when it waits next.
+    """Have the current GPU meet an error of CUDA's, by its number: the host finds it when it waits next.
 
     Args:
         error: 710: an assertion of a kernel; 700: an illegal address; 719: a failed launch; 214: an ECC error.
@@ -176,7 +176,7 @@ class Computing(TorchDispatchMode):
             return self._copy(func, args, kwargs)
         if name not in _INDEXING and _mixed(tensors):
             return func(*args, **kwargs)  # which torch refuses
-        if _library.imitated_is_lost():
+        if _library.imitated_is_lost(device.index):
             torch.cuda.synchronize(device)  # raises what the launch of a kernel would
         self.operations[name] += 1
         if name in _WAITING or (name in _INDEXING and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
@@ -200,7 +200,8 @@ class Computing(TorchDispatchMode):
             made = func(*args, **kwargs)  # in the right shape, unless the arguments do not go together
             if not any(words in str(exc) for words in _OUT_OF_BOUNDS):
                 raise
-            raise_on_gpu()
+            with torch.cuda.device(device):
+                raise_on_gpu()
             return made
         if func.namespace == "_c10d_functional":  # it goes on in the background
             tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, computed)
@@ -222,7 +223,8 @@ class Computing(TorchDispatchMode):
             try:
                 computed = func(*host_args, **host_kwargs)
             except (IndexError, RuntimeError):
-                raise_on_gpu()
+                with torch.cuda.device(device):
+                    raise_on_gpu()
                 return
             for target, leaf in zip(targets, tree_leaves(computed), strict=False):
                 if target.data_ptr() != leaf.data_ptr():

@@ -13,25 +13,25 @@
 /* ---------------------------------------------------------------------------------------------------- the process */
 
 static long waits, launches; /* of the host; of kernels, which do nothing here */
-static cudaError_t sticky; /* ends all use of the GPU in this process */
-static cudaError_t asserted; /* by a kernel; sticky as soon as the host waits */
-static char assertion[512];
 static __thread int current;
+static cudaError_t sticky[MAX_GPUS]; /* ends all use of this GPU in this process */
+static cudaError_t asserted[MAX_GPUS]; /* by a kernel; sticky as soon as the host waits */
+static char assertion[512];
 static __thread cudaError_t last;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
 long imitated_waits(void) { return waits; }
 long imitated_kernels(void) { return launches; }
-int imitated_is_lost(void) { return sticky; }
+int imitated_is_lost(int device) { return sticky[device]; }
 
-/* As if a kernel that was launched had met this: the host hears of it when it waits next. */
+/* As if a kernel that was launched on the current GPU had met this: the host hears of it when it waits next. */
 void imitated_error(int error, const char *text) {
-    asserted = error;
+    asserted[current] = error;
     snprintf(assertion, sizeof assertion, "%s", text);
 }
 
 static cudaError_t result(cudaError_t error) {
-    if (sticky) error = sticky;
+    if (sticky[current]) error = sticky[current];
     if (error) last = error;
     return error;
 }
@@ -117,8 +117,8 @@ static cudaError_t wait_for_gpu(int recorded) {
         return result(cudaErrorStreamCaptureUnsupported);
     }
     __sync_add_and_fetch(&waits, 1);
-    if (asserted) {
-        sticky = asserted;
+    if (asserted[current]) {
+        sticky[current] = asserted[current];
         fprintf(stderr, "%s\n", assertion);
     }
     return result(cudaSuccess);
@@ -440,7 +440,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
 
 cudaError_t cudaGetLastError(void) {
     cudaError_t error = last;
-    last = sticky;
+    last = sticky[current];
     return error;
 }
 cudaError_t cudaPeekAtLastError(void) { return last; }
