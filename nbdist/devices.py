@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import itertools
 import os
 import re
 import sys
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .checks import shown
+from .system.gpus import names_by_number
+from .system.visible_devices import build, visible
 
 if TYPE_CHECKING:
     import torch
 
-#: The variable that names the GPUs for CUDA: numbers, or names as `nvidia-smi -L` has them.
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: torch's own choice for ranks with a GPU each: collectives of CPU tensors, and of objects, work as well.
 NCCL = "cpu:gloo,cuda:nccl"
 
@@ -46,9 +46,7 @@ class Place(NamedTuple):
 def visible_gpus() -> int:
     """Return the number of CUDA devices that this process may use, without a CUDA context if the driver has NVML."""
     if "torch" not in sys.modules:
-        from importlib.metadata import version
-
-        if version("torch").endswith("+cpu"):
+        if build().endswith("+cpu"):
             return 0  # without the seconds that importing it takes
         # Not here: an interrupt would leave half of it, which some versions cannot complete.
         importing = threading.Thread(target=_import_torch, name="nbdist: import torch")
@@ -64,8 +62,11 @@ def _import_torch() -> None:
         importlib.import_module("torch")
 
 
+@functools.cache
 def gpu_names() -> list[str]:
-    """Return the UUIDs of this machine's GPUs, ordered by number; an empty list without NVML."""
+    """Return the UUIDs of this machine's GPUs, in the driver's order; an empty list without NVML."""
+    if build().endswith("+cpu"):
+        return []
     with contextlib.suppress(ImportError, AttributeError, OSError):
         import torch
 
@@ -89,28 +90,25 @@ def choose_devices(
     """
     if devices == "cpu":
         return ["cpu"] * nranks
-    entries = _entries(environ.get(VISIBLE))
     if not isinstance(devices, str | Sequence | None):
         raise TypeError(f"{_SUPPORTED}, got {shown(devices)}")
     if devices is not None and not isinstance(devices, str):
-        return _listed(nranks, devices, entries, environ)
+        return _listed(nranks, devices, environ)
     if devices not in (None, "cuda"):
         raise ValueError(f"{_SUPPORTED}, got {devices!r}")
-    gpus = _count(entries, environ)
+    gpus, are_visible = _count(environ)
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
     if nranks > gpus:
         share = f", or let them share one, to try something out: devices={['cuda:0'] * nranks!r}" if gpus == 1 else ""
         raise ValueError(
-            f"{nranks} ranks need a GPU each, but {_are_visible(gpus)}. Ask for "
+            f"{nranks} ranks need a GPU each, but {are_visible}. Ask for "
             f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...){share}'
         )
     return [f"cuda:{rank}" for rank in range(nranks)]
 
 
-def _listed(
-    nranks: int, devices: Sequence[Any], entries: Sequence[str] | None, environ: Mapping[str, str]
-) -> list[str]:
+def _listed(nranks: int, devices: Sequence[Any], environ: Mapping[str, str]) -> list[str]:
     names = [f"cuda:{one}" if type(one) is int else str(one) for one in devices]
     if len(names) != nranks:
         raise ValueError(f"devices must be one for each of {nranks} ranks, got {len(names)}: {names!r}")
@@ -120,67 +118,74 @@ def _listed(
     if len({re.split("[:-]", name)[0] for name in names}) > 1:
         raise ValueError(f"devices must be of one kind (CPUs, numbers of GPUs, or names of GPUs), got {names!r}")
     if names[0].startswith("GPU-"):
-        return [_uuid(name, entries) for name in names]
+        return _uuids(names, environ)
     if names[0].startswith("MIG-"):
+        variable, entries, _ = visible(environ, ())
         for name in names:
             if entries is not None and name not in entries:
-                raise ValueError(f"devices must be among {VISIBLE}={environ[VISIBLE]}, got {name!r}")
+                raise ValueError(f"devices must be among {variable}={environ[variable]}, got {name!r}")
     elif names[0] != "cpu":
-        gpus = _count(entries, environ)
+        gpus, are_visible = _count(environ)
         unknown = [name for name in names if int(name[5:]) >= gpus]
         if unknown:
-            raise ValueError(f"devices must be GPUs that the notebook sees, got {unknown[0]!r}: {_are_visible(gpus)}")
+            raise ValueError(f"devices must be GPUs that the notebook sees, got {unknown[0]!r}: {are_visible}")
     return names
 
 
-def _uuid(name: str, entries: Sequence[str] | None) -> str:
-    """Return the full name of a GPU, given its beginning."""
-    known = gpu_names()
-    allowed = known
+def _uuids(names: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the full names of GPUs, given their beginnings."""
+    allowed = known = gpu_names()
+    entries = visible(environ, known).entries
     if entries is not None:
-        allowed = [known[int(e)] if e.isdigit() and int(e) < len(known) else e for e in entries]
-    if not allowed:  # unknown here: CUDA will
-        return name
-    found = [one for one in allowed if one.startswith(name)]
-    if len(found) != 1:
-        what = "is not one GPU, but the beginning of several" if found else "is no GPU that this notebook may use"
-        raise ValueError(f"devices: {name} {what}: {', '.join(allowed)}")
-    return found[0]
+        by_number = names_by_number(environ) if any(map(str.isdigit, entries)) else []
+        allowed = by_number or entries
+    if not allowed and entries is None:  # unknown here: CUDA will
+        return list(names)
+
+    def full(name: str) -> str:
+        found = [one for one in allowed if one.startswith(name)]
+        if len(found) != 1:
+            what = "is not one GPU, but the beginning of several" if found else "is no GPU that this notebook may use"
+            raise ValueError(f"devices: {name} {what}: {', '.join(allowed)}")
+        return found[0]
+
+    return [full(name) for name in names]
 
 
-def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
-    """Return the number of GPUs, or of parts of GPUs, that ranks with this environment may use."""
-    if entries is not None and all(entry.startswith("MIG-") for entry in entries):
-        return len(entries)  # parts: a process sees the first only
-    if entries is None or environ.get(VISIBLE) == os.environ.get(VISIBLE):
-        return visible_gpus()
-    known = len(gpu_names())  # of the machine, where that is known
-    real = itertools.takewhile(lambda entry: not known or not entry.isdigit() or int(entry) < known, entries)
-    return len(list(real))
+def _count(environ: Mapping[str, str]) -> tuple[int, str]:
+    """Return the number of GPUs, or of parts of GPUs, that ranks with this environment may use, also in words.
 
-
-def _are_visible(gpus: int) -> str:
-    return f"{gpus} GPU{'s are' if gpus != 1 else ' is'} visible"
-
-
-def _entries(visible: str | None) -> list[str] | None:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first invalid entry. None: all GPUs.
-
-    The list is empty if an entry occurs twice.
+    torch answers for this process. Once this process has used CUDA, the answer does not follow the variable any more.
     """
-    if visible is None:
-        return None
-    entries: list[str] = []
-    for entry in map(str.strip, visible.split(",")):
-        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
-            break
-        entries.append(entry)
-    return entries if len(set(entries)) == len(entries) else []
+    shown = visible(environ, ())
+    if shown.entries is None:
+        gpus = visible_gpus()
+    elif shown.entries and shown.entries[0].startswith("MIG-"):
+        gpus = len(shown.entries)  # parts: a process sees the first only
+    else:
+        known = gpu_names()
+        shown = visible(environ, known)
+        gpus = len(shown.entries or ())
+        if environ.get(shown.variable) == os.environ.get(shown.variable):
+            own = visible_gpus()
+            gpus = min(gpus, own) if own == 0 or not known else gpus
+    return gpus, f"{gpus} GPU{'s are' if gpus != 1 else ' is'} visible{shown.said(environ)}"
 
 
-def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
-    """Return the GPUs that each rank sees and its device, given the result of `choose_devices` and the ranks'
-    CUDA_VISIBLE_DEVICES.
+def visible_entries(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs that ranks with this environment may use, as entries of CUDA_VISIBLE_DEVICES. None: all."""
+    return visible(environ, gpu_names()).entries
+
+
+def hidden_gpus(environ: Mapping[str, str]) -> str:
+    """Return a notice for CPU ranks on a machine whose GPUs are hidden by a mistake in CUDA_VISIBLE_DEVICES."""
+    shown = visible(environ, gpu_names())
+    return f"no GPU is visible{shown.said(environ)}" if shown.ended and gpu_names() and not shown.entries else ""
+
+
+def place_ranks(devices: Sequence[str], entries: Sequence[str] | None) -> list[Place]:
+    """Return the GPUs that each rank sees and its device, given the results of `choose_devices` and
+    `visible_entries`.
 
     As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of the rank's own GPU among
     them. Two cases differ: ranks that share a GPU, and parts of GPUs (MIG): CUDA shows only the first part to a
@@ -188,16 +193,15 @@ def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
     """
     if devices[0] in ("cpu", "cuda"):  # a cluster's ranks see what it has reserved
         return [Place("" if device == "cpu" else None, device) for device in devices]
-    own = own_gpus(devices, visible)
+    own = own_gpus(devices, entries)
     if shared(own):
         return [Place(entry, "cuda:0") for entry in own]
     return [Place(",".join(own), f"cuda:{number}") for number in range(len(own))]
 
 
-def own_gpus(devices: Sequence[str], visible: str | None) -> list[str]:
-    """Return the GPU of each rank on this machine as an entry of CUDA_VISIBLE_DEVICES, given the result of
-    `choose_devices`."""
-    entries = _entries(visible)
+def own_gpus(devices: Sequence[str], entries: Sequence[str] | None) -> list[str]:
+    """Return the GPU of each rank on this machine as an entry of CUDA_VISIBLE_DEVICES, given the results of
+    `choose_devices` and `visible_entries`."""
 
     def name(device: str) -> str:
         if not device.startswith("cuda:"):
@@ -212,14 +216,14 @@ def shared(devices: Sequence[str]) -> bool:
     return len(set(devices)) < len(devices) or devices[0].startswith("MIG-")
 
 
-def choose_backend(devices: Sequence[str], asked: str | None, visible: str | None = None) -> tuple[str, str]:
+def choose_backend(devices: Sequence[str], asked: str | None, entries: Sequence[str] | None = None) -> tuple[str, str]:
     """Choose the backend of the process group, and return it with a notice for the user; `asked` is the user's choice.
 
     Raises `ValueError` for NCCL with CPU ranks, or with a build of torch that lacks it.
     """
     gpus = devices[0] != "cpu"
     local = gpus and devices[0] != "cuda"  # a cluster's ranks may have another build of torch
-    several = local and len(devices) > 1 and shared(own_gpus(devices, visible))
+    several = local and len(devices) > 1 and shared(own_gpus(devices, entries))
     if asked is not None:
         if "nccl" in asked and not gpus:
             raise ValueError(f"backend must be 'gloo' for ranks on the CPU, got {asked!r}: NCCL needs GPUs")

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from nbdist import Session, devices, in_ddp
 from nbdist.capture.big_data import Storage
-from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks
+from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks, visible_entries
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.session import executor_of
 from nbdist.rank.world import environ, join
+from nbdist.system.visible_devices import visible
 from nbdist.wire.messages import World
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
@@ -27,6 +28,10 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "visible_gpus", lambda: 3)
     monkeypatch.setattr(devices, "gpu_names", lambda: UUIDS)
+    # CUDA counts these as the driver does.
+    monkeypatch.setattr(
+        devices, "names_by_number", lambda environ: [UUIDS[int(one)] for one in visible(environ, UUIDS).entries or ()]
+    )
     monkeypatch.setattr(devices, "has_nccl", lambda: True)  # torch for CPUs has not
 
 
@@ -37,7 +42,10 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", "2,0", ["cuda:0", "cuda:1"], [("2,0", 0), ("2,0", 1)]),
         (["cuda:0", "cuda:2"], None, ["cuda:0", "cuda:2"], [("0,2", 0), ("0,2", 1)]),
         ([2, 0], None, ["cuda:2", "cuda:0"], [("2,0", 0), ("2,0", 1)]),
-        (["cuda:1", "cuda:0"], "4,7,5", ["cuda:1", "cuda:0"], [("7,4", 0), ("7,4", 1)]),
+        (["cuda:1", "cuda:0"], "1,2,0", ["cuda:1", "cuda:0"], [("2,1", 0), ("2,1", 1)]),
+        ([1, 0], "GPU-cccc,GPU-aabb,1", ["cuda:1", "cuda:0"], [("GPU-aabb-2,GPU-cccc-3", n) for n in (0, 1)]),
+        (["GPU-aabb", "GPU-cccc"], "GPU-cccc,GPU-aab", UUIDS[1:], [("GPU-aabb-2,GPU-cccc-3", n) for n in (0, 1)]),
+        (None, "2gpu, 0,-1,1", ["cuda:0", "cuda:1"], [("2,0", 0), ("2,0", 1)]),
         (["cuda:1", "cuda:1"], None, ["cuda:1", "cuda:1"], [("1", 0), ("1", 0)]),
         (["GPU-cccc", "GPU-aabb"], None, UUIDS[:0:-1], [("GPU-cccc-3,GPU-aabb-2", 0), ("GPU-cccc-3,GPU-aabb-2", 1)]),
         (["GPU-cccc"] * 2, "2,0", ["GPU-cccc-3"] * 2, [("GPU-cccc-3", 0)] * 2),
@@ -54,7 +62,7 @@ def test_each_rank_is_given_its_own(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert choose_devices(2, asked) == chosen
     wanted = [Place(own, "cpu" if number is None else f"cuda:{number}") for own, number in places]
-    assert place_ranks(chosen, visible) == wanted
+    assert place_ranks(chosen, visible_entries(os.environ)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -86,18 +94,121 @@ def test_devices_that_cannot_be_had(
 def test_variables_for_the_ranks_alone_count() -> None:
     session = Session(2, env={"CUDA_VISIBLE_DEVICES": "1,0,2"}, devices=["cuda:2", "cuda:0"])
     chosen = executor_of(session).layout
-    assert place_ranks(chosen.devices, chosen.env["CUDA_VISIBLE_DEVICES"]) == [
+    assert place_ranks(chosen.devices, chosen.visible) == [
         Place("2,1", "cuda:0"),
         Place("2,1", "cuda:1"),
     ]
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [("2", "1 GPU is"), ("2,7,0", "1 GPU is"), ("0,0", "0 GPUs are")])
-def test_gpus_that_cuda_would_not_find_do_not_count(visible: str, gpus: str) -> None:
-    """CUDA stops at a number that the machine does not have, and finds none where one is there twice."""
+@pytest.mark.parametrize(
+    ("visible", "gpus", "why"),
+    [
+        ("2", "1 GPU is", None),
+        ("2,-1,0", "1 GPU is", None),
+        ("2,7,0", "1 GPU is", "the list ends at '7', which is no GPU of this machine"),
+        ("2,zero,0", "1 GPU is", "the list ends at 'zero', which is no number of a GPU"),
+        ("2,GPU-aaaa", "1 GPU is", "the list ends at 'GPU-aaaa', which is no number of a GPU"),
+        ("GPU-cc,2", "1 GPU is", "the list ends at '2', which is no name that begins with GPU-"),
+        ("GPU-cc, GPU-aabb", "1 GPU is", "the list ends at ' GPU-aabb', which is no name that begins with GPU-"),
+        ("GPU-cc,GPU-aa", "1 GPU is", "the list ends at 'GPU-aa', which is the beginning of several names"),
+        ("GPU-cc,GPU-dd", "1 GPU is", "the list ends at 'GPU-dd', which is no GPU of this machine"),
+        ("GPU-cc,GPU-cccc", "0 GPUs are", "a list with 'GPU-cccc-3' twice shows no GPU"),
+        ("0,0", "0 GPUs are", "a list with '0' twice shows no GPU"),
+        ("0,7,00", "0 GPUs are", "a list with '0' twice shows no GPU"),
+        ("MIG-a,0", "1 GPU is", "the list ends at '0', which is no name that begins with MIG-"),
+        ("", "0 GPUs are", None),
+        ("-1", "0 GPUs are", None),
+    ],
+)
+@pytest.mark.parametrize("of", ["the ranks", "the notebook"])
+def test_gpus_that_cuda_would_not_find_do_not_count(
+    visible: str, gpus: str, why: str | None, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list is read as torch reads it, whatever CUDA showed to this process when it was first used."""
+    variables = {"CUDA_VISIBLE_DEVICES": visible}
+    if of == "the notebook":
+        monkeypatch.setenv(*variables.popitem())
     with pytest.raises(ValueError, match=f"2 ranks need a GPU each, but {gpus} visible") as caught:
-        Session(2, devices="cuda", env={"CUDA_VISIBLE_DEVICES": visible})
+        Session(2, devices="cuda", env=variables)
     assert ("devices=['cuda:0', 'cuda:0']" in str(caught.value)) == (gpus == "1 GPU is")
+    assert (f"visible (CUDA_VISIBLE_DEVICES={visible}: {why})" if why else "visible. ") in str(caught.value)
+
+
+@pytest.mark.parametrize("hip", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "0",
+            "1,0",
+            "2,7,0",
+            "0,0",
+            "0,7,7",
+            "1gpu2,2ampere",
+            " 1 , 0 ",
+            "1,,2",
+            "-1",
+            "0,-1,1",
+            "+1,x",
+            "zero,1",
+        ),
+        *("GPU-cccc", "GPU-cc,GPU-aabb", "GPU-cc,GPU-aa,GPU-aabb", "GPU-dd,GPU-cc", "GPU-cc,GPU-cc", "GPU-cc,GPU-c"),
+        *("GPU-cc, GPU-aabb", "GPU-cc,1", "1,GPU-cc", "gpu-cc", "MIG-a,MIG-b", "MIG-a,MIG-a", "MIG-a,0", "0,MIG-a"),
+    ],
+)
+def test_a_list_is_read_as_torch_reads_it(text: str, hip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4" if hip else None)
+    variables = {"CUDA_VISIBLE_DEVICES": "2,1", "HIP_VISIBLE_DEVICES": text} if hip else {"CUDA_VISIBLE_DEVICES": text}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    read = torch.cuda._parse_visible_devices()
+    names = bool(read) and isinstance(read[0], str)
+    if names and not str(read[0]).startswith("MIG-"):
+        monkeypatch.setattr(torch.version, "hip", None)  # whose names have no GPU-
+        read = torch.cuda._transform_uuid_to_ordinals([str(one) for one in read], UUIDS)
+        found: list[Any] = [
+            UUIDS.index(entry) for entry in visible(variables | {"CUDA_VISIBLE_DEVICES": text}, UUIDS)[1] or ()
+        ]
+    else:
+        found = [one if names else int(one) for one in visible(variables, ()).entries or ()]
+    assert found == read
+    assert visible({}, UUIDS) == ("CUDA_VISIBLE_DEVICES", None, "")
+
+
+def test_ranks_on_amds_gpus_see_their_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HIP reads its own variable first, and shows all GPUs where a list is empty."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,1")
+    (world,) = worlds_of(["cuda:1"], monkeypatch)
+    found = environ(world)
+    assert (found["HIP_VISIBLE_DEVICES"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "1")
+    with pytest.raises(ValueError, match=r"2 GPUs are visible"):
+        Session(3, devices="cuda")
+    (world,) = worlds_of(["cpu"], monkeypatch)
+    assert environ(world)["HIP_VISIBLE_DEVICES"] == "-1"
+
+
+def test_a_session_keeps_the_gpus_that_it_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA of the notebook does, too: a list that changes later is for later sessions."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    session = Session(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert executor_of(session).layout.gpus() == ["2", "1"]
+    with pytest.raises(ValueError, match="1 GPU is visible"):
+        Session(2)
+
+
+def test_gpus_that_a_mistake_hides_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch says nothing, and works on the CPU."""
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
+    for text, said in (("0,0", True), ("", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        assert in_ddp(1, dist.get_backend) == "gloo"
+        notice = "no GPU is visible (CUDA_VISIBLE_DEVICES=0,0: a list with '0' twice shows no GPU)"
+        assert (notice in capfd.readouterr().err) == said
 
 
 def test_the_backend_follows_from_the_devices() -> None:
@@ -109,7 +220,7 @@ def test_the_backend_follows_from_the_devices() -> None:
         for asked in ("nccl", NCCL):
             name, said = choose_backend(sharing, asked)
             assert name == asked and "to try NCCL out, not for speed" in said
-    assert choose_backend(["cuda:0", "cuda:1"], None, "MIG-a,MIG-b")[0] == "gloo"
+    assert choose_backend(["cuda:0", "cuda:1"], None, ["MIG-a", "MIG-b"])[0] == "gloo"
     assert choose_backend(["MIG-a"], None) == (NCCL, "")
     assert choose_backend(["cuda:0"], "nccl") == choose_backend(["cuda:0", "cuda:1"], "nccl") == ("nccl", "")
     with pytest.raises(ValueError, match="backend must be 'gloo' for ranks on the CPU"):
@@ -144,10 +255,10 @@ def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch, **options: An
 
 def test_variables_in_the_ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """LOCAL_RANK is the number of the rank's own GPU among those that it sees, as torchrun's scripts take it."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,6")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,2")
     worlds = worlds_of(["cuda:0", "cuda:2"], monkeypatch)
     found = [environ(world) for world in worlds]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["1,6"] * 2
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["1,2"] * 2
     assert [(world.device, one["LOCAL_RANK"]) for world, one in zip(worlds, found, strict=True)] == [
         ("cuda:0", "0"),
         ("cuda:1", "1"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import check_choice, check_count, check_flag, check_number
-from ..devices import VISIBLE, choose_backend
+from ..devices import choose_backend, hidden_gpus, visible_entries
 from ..engines.contract import Engine, EngineOptions
 from ..system.cores import usable_cores
 from ..wire.session_folder import check_name
@@ -89,10 +89,13 @@ class SessionOptions:
         env, group = dict(self.env or {}), {"backend": self.backend} if isinstance(self.backend, str) else self.backend
         group = dict(group or {})
         devices = engine.devices(nranks, self.devices)
-        backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
+        environ = {**os.environ, **env}
+        visible = visible_entries(environ) if devices[0] not in ("cpu", "cuda") else None
+        backend, notice = choose_backend(devices, group.pop("backend", None), visible)
         if engine.local and devices[0] == "cpu":
-            notice = notice or many_ranks(nranks, len(usable_cores()))
-        return Layout(devices, backend, group, self.threads, env, self.seed, self.seed_ranks, notice)
+            hidden = hidden_gpus(environ) if self.devices is None else ""
+            notice = notice or hidden or many_ranks(nranks, len(usable_cores()))
+        return Layout(devices, backend, group, self.threads, env, self.seed, self.seed_ranks, visible, notice)
 
     def for_executor(self) -> dict[str, Any]:
         """Return the options of an `Executor`, by its names for them."""

@@ -21,7 +21,7 @@ from ..capture.reading import Keep, Unreadable, read
 from ..capture.refusals import pickle_setting
 from ..capture.registries import Entry, enter
 from ..capture.settings import SURROUNDINGS, current, same, sklearn_defaults
-from ..devices import VISIBLE
+from ..system.visible_devices import VISIBLE, VISIBLE_HIP
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars", "tqdm", "mlflow", "options")
@@ -94,7 +94,8 @@ class Settings:
     def _environ(self, value: Mapping[str, str]) -> None:
         before = self._last.get("environment")
         if before is None:  # as the rank has started
-            self._own = {name for name in {*value, *os.environ} if os.environ.get(name) != value.get(name)} | {VISIBLE}
+            self._own = {name for name in {*value, *os.environ} if os.environ.get(name) != value.get(name)}
+            self._own |= {VISIBLE, VISIBLE_HIP}
             return
         for name in {*value, *before} - self._own:
             if name not in value:

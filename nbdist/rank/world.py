@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..devices import VISIBLE
 from ..errors import NbdistError
 from ..system.connections import Address, cut_off
 from ..system.limits import allow_open_files
 from ..system.search_path import StandardFinder
+from ..system.visible_devices import VISIBLE, VISIBLE_HIP, is_hip
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
@@ -84,6 +84,8 @@ def environ(world: World) -> dict[str, str]:
     variables |= nccl.environ(world)
     if world.visible is not None:
         variables[VISIBLE] = world.visible
+        if is_hip():  # which takes an empty list for none, and reads this variable first
+            variables[VISIBLE_HIP] = world.visible or "-1"
     if world.device == "cpu":
         # Accelerate (and so fastai) takes CPU ranks for single processes without this variable.
         variables["ACCELERATE_USE_CPU"] = "true"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,15 @@ from typing import Any, NamedTuple
 from .cores import parse_cores
 
 _BUS = Path("/sys/bus/pci/devices")
+#: A program that prints the names of the GPUs that CUDA shows to it.
+_NAMES = """
+import ctypes, uuid
+driver, count, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+driver.cuInit(0), driver.cuDeviceGetCount(ctypes.byref(count))
+for number in range(count.value):
+    if not (driver.cuDeviceGet(ctypes.byref(device), number) or driver.cuDeviceGetUuid(name, device)):
+        print(f"GPU-{uuid.UUID(bytes=bytes(name))}")
+"""
 #: NVML's number for an error without a name.
 _UNKNOWN = 999
 
@@ -50,6 +61,17 @@ def look(gpu: str) -> GpuUse | None:
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         text = name.decode() if isinstance(name, bytes) else str(name)
         return GpuUse(text, memory.used, memory.total, load, {one.pid: one.usedGpuMemory for one in processes})
+
+
+def names_by_number(environ: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the GPUs that a process with these variables sees, by CUDA's numbers; an empty list without
+    CUDA.
+
+    CUDA is asked in another process: this one goes on to see what it saw when it first used CUDA.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _NAMES]
+    done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def local_cores(gpu: str) -> list[int]:

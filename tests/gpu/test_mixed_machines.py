@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from imitated import program
 
 OUT_OF_MEMORY = """
@@ -29,7 +28,6 @@ def test_an_out_of_memory_error_shows_the_ranks_own_gpu() -> None:
     assert "0.0 of 16.0 GiB" not in status
 
 
-@pytest.mark.xfail(strict=True, reason="numbers among the visible GPUs are taken for the driver's")
 def test_a_gpu_by_its_name_among_visible_ones() -> None:
     code = """
 import torch

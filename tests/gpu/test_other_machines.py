@@ -44,6 +44,28 @@ with Session(1, devices="cuda", env={"CUDA_VISIBLE_DEVICES": "0"}) as session:
     assert lines[3] == "('0', 'Imitated GPU 9.0', 1.0)"
 
 
+def test_a_list_that_changes_after_cuda_was_used() -> None:
+    """CUDA of the notebook goes on with the old one; new ranks have the new one."""
+    code = """
+import os
+torch.ones(1).cuda()
+print(torch.cuda.device_count())
+for visible in ("1", "0,1,2", "2,x,0"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    try:
+        with Session(2, backend="gloo") as session:
+            print([seen for seen, _, _ in session.run_all(look)])
+    except ValueError as exc:
+        print(exc)
+"""
+    lines = program(LOOK + code, {"CUDA_VISIBLE_DEVICES": "0,1"}, gpus=3).splitlines()
+    assert lines[0] == "2" and lines[2] == "['0,1', '0,1']"
+    assert lines[1].startswith("2 ranks need a GPU each, but 1 GPU is visible. ")
+    assert (
+        "1 GPU is visible (CUDA_VISIBLE_DEVICES=2,x,0: the list ends at 'x', which is no number of a GPU)" in lines[3]
+    )
+
+
 def test_no_visible_gpu_means_cpu_ranks() -> None:
     code = "import torch.distributed as dist\nprint(in_ddp(2, dist.get_backend))"
     assert program(LOOK + code, {"CUDA_VISIBLE_DEVICES": "0,0"}) == "gloo", "one that is named twice is none"

@@ -76,7 +76,6 @@ class FakeNvml:
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     yield fake
     assert not fake.open
 
@@ -88,7 +87,9 @@ def session() -> Iterator[Session]:
         session.run(sums)
         executor = executor_of(session)
         assert executor.group is not None
-        executor.wanted = executor.group.layout = dataclasses.replace(executor.layout, devices=["cuda:0", "cuda:0"])
+        executor.wanted = executor.group.layout = dataclasses.replace(
+            executor.layout, devices=["cuda:0", "cuda:0"], visible=["5"]
+        )
         yield session
         executor.wanted = dataclasses.replace(executor.wanted, devices=["cpu", "cpu"])
 

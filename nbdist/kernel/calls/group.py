@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ...devices import VISIBLE, own_gpus, place_ranks, shared
+from ...devices import own_gpus, place_ranks, shared
 from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ...errors import NbdistError, RankDied, RankTimeout
 from ...rank.threads import number
@@ -54,6 +53,9 @@ class Layout:
     seed: int | None
     seed_ranks: bool = False
     """True if each rank adds its number to the seeds."""
+    visible: Sequence[str] | None = None
+    """The GPUs that the ranks may use, as `devices.visible_entries` returns them: a session keeps those with which it
+    was made. None: all."""
     notice: str = ""
     """A notice to show in the cell when ranks are started."""
 
@@ -61,7 +63,7 @@ class Layout:
         """Return each rank's entry in CUDA_VISIBLE_DEVICES; an empty list for CPU ranks and ranks of a cluster."""
         if self.devices[0] in ("cpu", "cuda"):
             return []
-        return own_gpus(self.devices, {**os.environ, **self.env}.get(VISIBLE))
+        return own_gpus(self.devices, self.visible)
 
     def seeds(self, rank: int, seeds: Sequence[int] | None) -> Sequence[int] | None:
         """Return the seeds of one rank."""
@@ -124,7 +126,7 @@ class Group:
         self.number += 1
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
         with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
-            places = place_ranks(layout.devices, environ.get(VISIBLE))
+            places = place_ranks(layout.devices, layout.visible)
             shares_gpu = bool(gpus := layout.gpus()) and shared(gpus)
             slots = self.ranks.slots
             cores = [slot.cores for slot in slots]
