@@ -6,6 +6,7 @@ import functools
 import importlib.machinery
 import linecache
 import os
+import pickle
 import sys
 import types
 import warnings
@@ -42,7 +43,10 @@ class Call:
     """A call, ready to be sent: its header and parcel, the objects that may come back by number, the modules to
     import."""
 
-    header: Header
+    header: bytes
+    """The pickle of a `Header`: it is made once for all ranks, and a keeper passes it on."""
+    cells: Mapping[str, int]
+    """The field `cells` of the header."""
     parcel: Parcel
     originals: list[Any]
     modules: set[str]
@@ -69,10 +73,11 @@ def capture_call(
     alongside = imported_alongside([*pickler.modules, *modules_named(imports)])
     sources = _sources(pickler.originals)
     numbers = cell_numbers()
+    cells = {name: numbers[name] for name in sources if name in numbers}
     header = Header(
         imports=imports,
         sources=sources,
-        cells={name: numbers[name] for name in sources if name in numbers},
+        cells=cells,
         need=frozenset(need),
         settings=sender.take() if settings else {},
         imported_alongside=tuple(alongside),
@@ -86,7 +91,7 @@ def capture_call(
         sender.warn_of_module_state(pickler.modules, _names_in(pickler.originals))
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, _DATA)
     modules = pickler.modules | set(alongside) | (sender.modules() if settings else set())
-    return Call(header, parcel, pickler.originals, modules, pickler.used)
+    return Call(pickle.dumps(header, protocol=5), cells, parcel, pickler.originals, modules, pickler.used)
 
 
 def pickle_call(

@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..capture.call import Call
@@ -17,15 +17,21 @@ from ..errors import RemoteTraceback, text_of
 from ..kernel.calls.executor import Request
 from ..kernel.calls.futures import FairLock, Stop, Ticket
 from ..kernel.calls.outcomes import Unread, UnreadOutcome
-from ..kernel.named.spec import Action
+from ..kernel.named.spec import Action, Answer
 from ..notebook.shell import label_cells
+from ..wire.journal import Record
 from ..wire.parcel import Parcel
 from .executor import JournalCell, KeptExecutor
 from .held import HeldValues
+from .wakeups import Wakeups
 from .writing import Journal
 
 #: Bytes of a call that the journal keeps, so that another process can read values that refer to what came with it.
 _CALL_KEPT = 16 << 20
+
+
+#: Bytes of values that a client gets before they are in the journal.
+_ANSWER = 16 << 10
 
 
 class _Turn:
@@ -39,9 +45,10 @@ class _Turn:
         cell: JournalCell,
         ticket: Ticket,
         will_wait: Callable[[], None],
+        wakeup: str,
     ) -> None:
         self.token, self.action, self.parcel, self.cell, self.ticket = token, action, parcel, cell, ticket
-        self.will_wait = will_wait
+        self.will_wait, self.wakeup = will_wait, wakeup
         self.stop: Stop | None = None
         """The means to stop the action while it runs."""
         self.dropped = False
@@ -61,8 +68,8 @@ class Actions:
         present: The tokens of actions whose clients are connected.
     """
 
-    def __init__(self, executor: KeptExecutor, journal: Journal) -> None:
-        self._executor, self._journal = executor, journal
+    def __init__(self, executor: KeptExecutor, journal: Journal, wakeups: Wakeups) -> None:
+        self._executor, self._journal, self._wakeups = executor, journal, wakeups
         self.lock = FairLock()
         self._turns: dict[str, _Turn] = {}  # by token
         self._stop: Stop | None = None  # for the next action: a new one is made after it was used
@@ -77,14 +84,15 @@ class Actions:
         self.present: set[str] = set()
 
     def queue(
-        self, token: str, action: Action, parcel: Parcel | None, will_wait: Callable[[], None]
+        self, token: str, action: Action, parcel: Parcel | None, will_wait: Callable[[], None], wakeup: str = ""
     ) -> Callable[[], None]:
         """Put an action into the queue, and return a function that waits for its turn and then runs it.
 
-        Only a call has a `parcel`. `will_wait` is called before the first wait that may take long.
+        Only a call has a `parcel`. `will_wait` is called before the first wait that may take long. `wakeup` is the name
+        of the connection on which the client waits.
         """
         cell = JournalCell(self._journal, action.asks, will_wait)
-        turn = _Turn(token, action, parcel or Parcel(b"", [], []), cell, self.lock.draw(), will_wait)
+        turn = _Turn(token, action, parcel or Parcel(b"", [], []), cell, self.lock.draw(), will_wait, wakeup)
         self._turns[token] = turn
         # Only now: another client may have drawn a ticket before this one, and the thread that reads on may get a
         # request to stop this action, or the client's next action.
@@ -163,47 +171,49 @@ class Actions:
             self.held.drop()
         self._note_begin(number, token, action, turn.parcel)
         try:
-            values = self._carry_out(turn, stop)
+            self._finish(number, turn, self._carry_out(turn, stop))
+        except BaseException as exc:
+            self._note_error(number, exc)
+        finally:
+            self.running, self.used = ("", ""), time.monotonic()
+
+    def _finish(self, number: int, turn: _Turn, values: Sequence[tuple[int, UnreadOutcome]]) -> None:
+        """Write the values and the end of an action to the journal. If the journal has nothing of the action yet, its
+        client gets small values first, because a short call would take a tenth longer otherwise.
+        """
+        small, answered = _small(values), False
+        # A client that has its answer finds it in the journal, too. Big values take long to write.
+        with contextlib.nullcontext() if small is None else self._journal.lock:
+            if small is not None and self._journal.holds_back():
+                answered = self._wakeups.answer(turn.wakeup, Answer(turn.token, small))
             for rank, value in values:
                 assert value.pickled is not None
                 if not self._journal.keep_value(number, rank, value.pickled, value.views):
                     self.held.put(number, rank, value)
-        except BaseException as exc:
-            self._note_error(number, exc)
-        else:
-            self._journal.append("end", {"call": number, "state": "returned", "time": time.time()})
-        finally:
-            self.running, self.used = ("", ""), time.monotonic()
+            self._journal.append("end", {"call": number, "state": "returned", "time": time.time()}, wake=False)
+        self._wakeups.wake(but=turn.wakeup if answered else "")
 
     def _carry_out(self, turn: _Turn, stop: Stop) -> list[tuple[int, UnreadOutcome]]:
         action, cell = turn.action, turn.cell
-        others: dict[str, Callable[..., None]] = {
-            "debug": functools.partial(self._executor.debug, stop=stop),
-            "widget": self._executor.deliver_widget_event,
-            "empty_cache": self._executor.empty_cache,
-            "restart": self._executor.restart,
-        }
         if action.kind != "call":
+            others: dict[str, Callable[..., None]] = {
+                "debug": functools.partial(self._executor.debug, stop=stop),
+                "widget": self._executor.deliver_widget_event,
+                "empty_cache": self._executor.empty_cache,
+                "restart": self._executor.restart,
+            }
             others[action.kind](*action.values, cell=cell)
             return []
-        assert action.header is not None
-        label_cells(action.header.cells)
-        call = Call(action.header, turn.parcel, Unread(), set(), set())
+        label_cells(action.cells)
+        call = Call(action.header, action.cells, turn.parcel, Unread(), set(), set())
         request = Request(call, action.seeds, action.targets, action.everyone, "none", None, action.what, action.once)
         values = self._executor.carry_out(request, cell, stop)
         ranks = action.targets or range(len(values))
         return [(rank, value) for rank, value in zip(ranks, values, strict=False) if value is not None]
 
     def _note_begin(self, number: int, token: str, action: Action, parcel: Parcel) -> None:
-        head = {"call": number, "number": self._calls, "token": token, "action": action.kind, "what": action.what}
-        head |= {"time": time.time(), "output": action.output, "lines": action.lines, "everyone": action.everyone}
-        head |= {"originals": action.originals, "first": action.targets[0] if action.targets else 0}
-        head |= self._executor.ranks()
-        buffers: list[bytes] = []
-        if action.originals and parcel.size <= _CALL_KEPT:
-            buffers = [] if parcel.inline is None else [parcel.inline]
-            buffers += [os.pread(parcel.segments[span.segment].fd, span.size, span.start) for span in parcel.spans]
-        self._journal.append_soon("begin", head, *buffers)
+        head = {"call": number, "number": self._calls, "token": token, "time": time.time(), **self._executor.ranks()}
+        self._journal.append_soon(lambda: Record("begin", {**head, **_described(action)}, _kept(action, parcel)))
 
     def _note_error(self, number: int, exc: BaseException) -> None:
         head: dict[str, Any] = {"call": number, "type": type(exc).__name__, "text": text_of(exc)}
@@ -222,3 +232,26 @@ class Actions:
                 buffers = [pickle.dumps(exc)]
         self._journal.append("raised", head, *buffers, wake=False)
         self._journal.append("end", {"call": number, "state": "raised", "time": time.time()})
+
+
+def _small(values: Sequence[tuple[int, UnreadOutcome]]) -> list[tuple[int, bytes]] | None:
+    """Return the pickles of values for an `Answer`; None if they are too big for one."""
+    parts = [value.pickled for _, value in values if value.pickled is not None and not value.views]
+    if len(parts) < len(values) or sum(part.nbytes for part in parts) > _ANSWER:
+        return None
+    return [(rank, bytes(part)) for (rank, _), part in zip(values, parts, strict=True)]
+
+
+def _described(action: Action) -> dict[str, Any]:
+    """Return the part of the head of an action's first record that says what the action is."""
+    head = {"action": action.kind, "what": action.what, "output": action.output, "lines": action.lines}
+    first = action.targets[0] if action.targets else 0
+    return {**head, "everyone": action.everyone, "originals": action.originals, "first": first}
+
+
+def _kept(action: Action, parcel: Parcel) -> list[bytes]:
+    """Return the buffers of an action's first record: the pickle and the buffers of a call that is not too big."""
+    if not action.originals or parcel.size > _CALL_KEPT:
+        return []
+    inline = [] if parcel.inline is None else [parcel.inline]
+    return inline + [os.pread(parcel.segments[span.segment].fd, span.size, span.start) for span in parcel.spans]

@@ -31,7 +31,7 @@ class Client:
         actions: Actions,
         requests: Mapping[str, Callable[..., None]],
         answer: Callable[..., tuple[Any, Parcel | None]],
-        wake_later: Callable[[socket.socket], None],
+        wake_later: Callable[[str, socket.socket], None],
     ) -> None:
         self._channel, self._actions, self._requests = Channel(connection), actions, requests
         self._answer, self._wake_later = answer, wake_later
@@ -75,9 +75,10 @@ class Client:
                 if kind == "action":
                     self._tokens.add(values[0])
                     self._actions.present.add(values[0])
-                    return self._actions.queue(values[0], Action(*values[1:]), parcel, hand_over)
+                    token, wakeup, *action = values
+                    return self._actions.queue(token, Action(*action), parcel, hand_over, wakeup)
                 if kind == "wakeup":
-                    self._wake_later(self._channel.sock)
+                    self._wake_later(values[0], self._channel.sock)
                     return None
                 if kind == "ask":
                     answer, parcel = self._answer(*values)

@@ -23,6 +23,7 @@ from ..wire.session_folder import SessionFolder
 from .actions import Actions
 from .client import Client
 from .executor import KeptExecutor
+from .wakeups import Wakeups
 from .writing import Journal
 
 #: Seconds from one look at what is due to the next.
@@ -39,15 +40,15 @@ class Keeper:
 
     def __init__(self, folder: SessionFolder, spec: Spec) -> None:
         self._folder, self._spec = folder, spec
-        self._wakeups: list[socket.socket] = []
-        self._journal = Journal(folder.path, spec.keep, self._wake_clients)
+        self._wakeups = Wakeups()
+        self._journal = Journal(folder.path, spec.keep, self._wakeups.wake)
         self._engine = resolve(spec.engine, spec.env, spec.start)
         self._engine.origin = lambda: self._origin
         self._engine.borrow(spec.opened_by)
         assert spec.origin is not None
         self._work_for(spec.origin)
         self._executor = KeptExecutor(self._journal, self._engine, spec.layout, **spec.executor)
-        self._actions = Actions(self._executor, self._journal)
+        self._actions = Actions(self._executor, self._journal, self._wakeups)
         self._requests: dict[str, Callable[..., None]] = {
             "stop": self._actions.stop,
             "line": self._actions.answer,
@@ -105,20 +106,6 @@ class Keeper:
         with contextlib.suppress(OSError):
             os.write(self._wake, b"!")
 
-    def _wake_clients(self) -> None:
-        """Wake all clients, because the journal has grown. A client that has not yet read the byte of an earlier
-        wakeup gets no second one.
-        """
-        for wakeup in list(self._wakeups):
-            try:
-                wakeup.send(b".")
-            except BlockingIOError:
-                continue
-            except OSError:
-                with contextlib.suppress(ValueError):
-                    self._wakeups.remove(wakeup)
-                wakeup.close()
-
     def _welcome(self, listening: socket.socket) -> None:
         with contextlib.suppress(OSError):
             connection, _ = listening.accept()
@@ -127,13 +114,8 @@ class Keeper:
             except OSError:  # another user's process, although the folder is private
                 connection.close()
                 return
-            client = Client(connection, self._actions, self._requests, self._answer, self._wake_later)
+            client = Client(connection, self._actions, self._requests, self._answer, self._wakeups.add)
             threading.Thread(target=client.serve, daemon=True).start()
-
-    def _wake_later(self, connection: socket.socket) -> None:
-        """Write a byte to this connection whenever the journal has grown."""
-        connection.setblocking(False)
-        self._wakeups.append(connection)
 
     def _answer(self, what: str, *values: Any) -> tuple[tuple[str, Any], Parcel | None]:
         """Answer a question with a value, or with the exception that was raised. Some values are parcels."""
@@ -146,6 +128,7 @@ class Keeper:
             "collectives": self._executor.collectives,
             "log": self._executor.log,
             "widget": self._deliver_widget_event,
+            "flush": self._journal.flush,
             "stop": lambda: self._actions.stop(self._actions.running[0]),
             "close": lambda: self._end("close"),
         }

@@ -37,13 +37,14 @@ class Journal:
     def __init__(self, folder: str, keep: int, wake: Callable[[], None]) -> None:
         self._folder, self.keep, self._wake_readers = folder, keep, wake
         self._largest = max(1 << 12, min(_LARGEST, keep // _PARTS))
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """The lock that is held while records are written."""
         self._fd, self._number, self._size = -1, 0, 0
         self._cut = False  # whether the file may end with a part of a record
         self._files: collections.deque[tuple[int, int, int]] = collections.deque()  # number, size, last call in it
         self._values: list[tuple[int, str, int]] = []  # call, path, size
         self._call = 0
-        self._soon: list[Record] = []
+        self._soon: list[Callable[[], Record]] = []
         self._missing = 0  # records that the disk had no room for
         self._waiting: list[Record] = []  # of these, what is written as soon as there is room
         self._reserved = os.path.join(folder, "reserve")
@@ -51,36 +52,51 @@ class Journal:
 
     def append(self, kind: str, head: dict[str, Any], *buffers: memoryview | bytes, wake: bool = True) -> None:
         """Append a record."""
-        self.append_soon(kind, head, *buffers)
-        self.flush(wake)
+        with self.lock:
+            self._append(*self._made(), Record(kind, head, buffers))
+        if wake:
+            self._wake_readers()
 
-    def append_soon(self, kind: str, head: dict[str, Any], *buffers: memoryview | bytes) -> None:
-        """Append a record that is written with the next one, or by the next `flush`."""
-        with self._lock:
-            self._call = head.get("call", self._call)
-            self._soon.append(Record(kind, head, buffers))
+    def append_soon(self, make: Callable[[], Record]) -> None:
+        """Append a record that is made and written with the next one, or by the next `flush`."""
+        with self.lock:
+            self._soon.append(make)
+
+    def holds_back(self) -> bool:
+        """Return whether there are records that `append_soon` has not written yet."""
+        return bool(self._soon)
 
     def flush(self, wake: bool = False) -> None:
         """Write the appended records."""
-        with self._lock:
-            records, self._soon = self._soon, []
-            if records and not (self._catch_up() and self._write(*records)):
-                for record in records:  # some may fit
-                    if not self._catch_up() or not self._write(record):
-                        self._miss(record)
+        with self.lock:
+            self._append(*self._made())
         if wake:
             self._wake_readers()
+
+    def _made(self) -> list[Record]:
+        """Return the records that were to be written soon."""
+        soon, self._soon = self._soon, []
+        return [make() for make in soon]
+
+    def _append(self, *records: Record) -> None:
+        for record in records:
+            self._call = record.head.get("call", self._call)
+        if records and not (self._catch_up() and self._write(*records)):
+            for record in records:  # some may fit
+                if not self._catch_up() or not self._write(record):
+                    self._miss(record)
 
     def keep_value(self, call: int, rank: int, pickled: memoryview, views: Sequence[memoryview]) -> bool:
         """Append the value of a rank; return whether there was room for it."""
         head: dict[str, Any] = {"call": call, "rank": rank}
         if pickled.nbytes + sum(view.nbytes for view in views) < APART:
-            with self._lock:
-                earlier, self._soon = self._soon, []
+            with self.lock:
+                self._call = call
+                earlier = self._made()
                 if self._catch_up() and self._write(*earlier, Record("value", head, (pickled, *views))):
                     return True
-                self._soon = earlier
-            self.append("value", {**head, "held": True})
+                self._append(*earlier, Record("value", {**head, "held": True}))
+            self._wake_readers()
             return False
         self.flush()
         parts = [pickled, *views]
@@ -96,7 +112,7 @@ class Journal:
                 os.remove(where)
             self.append("value", {**head, "held": True})
             return False
-        with self._lock:
+        with self.lock:
             self._call = call  # an action that was stopped in the queue has a higher number, and is over already
             self._values.append((call, where, end))
             self._drop()
@@ -112,7 +128,7 @@ class Journal:
 
     def look(self) -> None:
         """Write the records that wait for room on the disk, if there is room now."""
-        with self._lock:
+        with self.lock:
             waited = bool(self._waiting)
             caught_up = self._catch_up()
         if waited and caught_up:
@@ -213,7 +229,7 @@ class Journal:
 
     def close(self) -> None:
         """Stop writing, and close the files."""
-        with self._lock:
+        with self.lock:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -60,11 +61,12 @@ class Caller:
             shell.after_call()
             self._reloader.look()
 
-    def take(self, header: Header, parcel: Parcel, where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def take(self, pickled_header: bytes, parcel: Parcel, where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Set the names and objects of a call, and return the function and its arguments.
 
         Raises `CaptureError` for an object that cannot be read here. `where` is the name of the reader in the error.
         """
+        header: Header = pickle.loads(pickled_header)
         self._finder.update(header.places, header.own_sources)
         for name, source in header.sources.items():
             imports.keep_source(name, source)

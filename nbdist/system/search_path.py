@@ -73,11 +73,13 @@ def standard_first(path: Iterable[str]) -> list[str]:
     return sorted(path, key=lambda part: 1 if _is_installed(part) else 0 if _is_standard(part) else 2)
 
 
+@functools.cache
 def _is_installed(path: str) -> bool:
     """Return whether a path is a folder of installed packages, or in one."""
     return not _PACKAGES.isdisjoint(path.split(os.sep))
 
 
+@functools.cache
 def _is_standard(path: str) -> bool:
     """Return whether a path is in the standard library, which contains the folders of installed packages."""
     archive = re.fullmatch(r"python3\d+\.zip", os.path.basename(path))

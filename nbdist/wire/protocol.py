@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from ..system.connections import Address
-from .messages import Header, ProcessStart, Setting, World
+from .messages import ProcessStart, Setting, World
 from .rank_memory import RankBuffer
 
 # ------------------------------------------------------------------------------------------------------- to a rank
@@ -32,7 +32,8 @@ class Call(NamedTuple):
     """Sent, with the parcel of the function and its arguments, to each rank that runs a call; answered by `Begun`, then
     by `Done` or by `Raised` and `Error`."""
 
-    header: Header
+    header: bytes
+    """The pickle of a `Header`."""
     seeds: Sequence[int] | None
     answers: bool
     """True if the kernel wants the value."""
@@ -100,7 +101,8 @@ class Begin(NamedTuple):
     setting: Setting
     threads: int
     seeds: Sequence[int]
-    header: Header
+    header: bytes
+    """The pickle of a `Header`."""
 
 
 class Items(NamedTuple):
@@ -120,14 +122,15 @@ class Process(NamedTuple):
 
     setting: Setting
     start: ProcessStart
-    header: Header
+    header: bytes
+    """The pickle of a `Header`."""
 
 
 class Function(NamedTuple):
     """Sent, with the parcel of the function, as the answer to `FunctionWanted`."""
 
-    header: Header | None
-    """None, without a parcel: the call is over."""
+    header: bytes | None
+    """The pickle of a `Header`. None, without a parcel: the call is over."""
 
 
 class Close(NamedTuple):

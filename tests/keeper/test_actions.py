@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import types
+import pickle
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 from nbdist import NbdistError
 from nbdist.keeper.actions import Actions
 from nbdist.keeper.executor import JournalCell
+from nbdist.keeper.wakeups import Wakeups
 from nbdist.keeper.writing import Journal
 from nbdist.kernel.calls.futures import Ticket
 from nbdist.kernel.calls.outcomes import UnreadOutcome
-from nbdist.kernel.named.spec import Action
+from nbdist.kernel.named.spec import WAKEUP, Action, Answer, decode_answers
 from nbdist.wire.journal import Reader
 
 
@@ -32,6 +34,7 @@ class Executor:
         self.will_wait: Callable[[], None] = lambda: None
         self.done: list[str] = []
         self.value = b""
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def ranks(self) -> dict[str, int]:
         return {"group": 0, "ranks": 0}
@@ -40,6 +43,7 @@ class Executor:
         return []
 
     def carry_out(self, *_: Any) -> list[UnreadOutcome]:
+        self.meanwhile()
         return [UnreadOutcome(memoryview(self.value), [])]
 
     def deliver_widget_event(self, name: str, cell: JournalCell) -> None:
@@ -53,13 +57,18 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 @pytest.fixture
+def wakeups() -> Wakeups:
+    return Wakeups()
+
+
+@pytest.fixture
 def executor() -> Any:
     return Executor()
 
 
 @pytest.fixture
-def actions(journal: Journal, executor: Any) -> Actions:
-    return Actions(executor, journal)
+def actions(journal: Journal, executor: Any, wakeups: Wakeups) -> Actions:
+    return Actions(executor, journal, wakeups)
 
 
 def widget(name: str) -> Action:
@@ -108,15 +117,97 @@ def test_values_of_earlier_calls_that_the_disk_has_no_room_for_stay_within_the_b
     def no_room(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    header: Any = types.SimpleNamespace(cells=[])
     monkeypatch.setattr("os.write", no_room)
     for number, size in enumerate((300_000, 600_000, 400_000, 1_000_000), 1):  # the bound is 1 MiB
         executor.value = bytes(size)
-        actions.queue(str(number), Action("call", "f", asks=False, header=header), None, lambda: None)()
+        actions.queue(str(number), Action("call", "f", asks=False), None, lambda: None)()
         assert actions.held.get(number, 0).pickled == executor.value
     assert [len(actions.held.get(number, 0).pickled or b"") for number in (2, 3)] == [600_000, 400_000]
     with pytest.raises(NbdistError, match="removed to make room"):
         actions.held.get(1, 0)
+
+
+@pytest.fixture
+def client(wakeups: Wakeups) -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wakeups.add("client", theirs)
+        yield ours
+
+
+def call(actions: Actions, token: str) -> None:
+    actions.queue(token, Action("call", "f", asks=False), None, lambda: None, "client")()
+
+
+def test_a_client_that_has_its_value_finds_it_in_the_journal(
+    actions: Actions, executor: Executor, journal: Journal, wakeups: Wakeups, client: socket.socket, tmp_path: Path
+) -> None:
+    executor.value = pickle.dumps(7)
+    answer, answered = wakeups.answer, []
+    with ThreadPoolExecutor(1) as pool:
+
+        def answer_first(*of_what: Any) -> bool:
+            assert not list(Reader(str(tmp_path)).read())
+            answered.append(answer(*of_what))
+            assert not pool.submit(journal.lock.acquire, blocking=False).result(), "who reads it now has to wait"
+            return answered[-1]
+
+        wakeups.answer = answer_first  # type: ignore[method-assign]
+        call(actions, "token")
+    assert answered == [True]
+    assert [record.kind for record in Reader(str(tmp_path)).read()] == ["begin", "value", "end"]
+    assert decode_answers(client.recv(1 << 16)) == ([Answer("token", [(0, pickle.dumps(7))])], b"")
+
+
+@pytest.mark.parametrize("why", ["output", "big", "no client"])
+def test_other_values_come_from_the_journal(
+    why: str, actions: Actions, executor: Executor, journal: Journal, client: socket.socket, tmp_path: Path
+) -> None:
+    if why == "output":
+        executor.meanwhile = lambda: journal.append("output", {"rank": 0, "which": 0}, b"text")
+    executor.value = bytes(1 << 20 if why == "big" else 1)
+    if why == "no client":
+        client.close()
+    call(actions, "token")
+    assert why == "no client" or client.recv(1 << 16) == WAKEUP
+    assert [one.kind for one in Reader(str(tmp_path)).read() if one.kind != "output"] == ["begin", "value", "end"]
+
+
+def test_an_answer_that_its_client_does_not_read_is_sent_piece_by_piece(
+    wakeups: Wakeups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the client reads the journal, and later answers are whole."""
+
+    class Connection:
+        """A connection with room for three bytes."""
+
+        def __init__(self) -> None:
+            self.unread, self.read = b"", b""
+
+        def setblocking(self, blocks: bool) -> None: ...
+
+        def send(self, data: bytes) -> int:
+            done = data[: 3 - len(self.unread)]
+            if not done:
+                raise BlockingIOError
+            self.unread += done
+            return len(done)
+
+        def recv(self) -> None:
+            self.read, self.unread = self.read + self.unread, b""
+
+    connection: Any = Connection()
+    wakeups.add("client", connection)
+    first, second = Answer("first", [(0, b"1")]), Answer("second", [(1, b"2")])
+    assert not wakeups.answer("client", first)
+    assert not wakeups.answer("client", second)
+    found: list[Answer] = []
+    while not found:
+        wakeups.wake()
+        wakeups.wake()
+        connection.recv()
+        found, rest = decode_answers(connection.read)
+    assert (found, rest) == ([first], b"")
 
 
 def question(journal: Journal, meanwhile: Callable[[JournalCell], Any]) -> JournalCell:

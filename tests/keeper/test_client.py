@@ -23,7 +23,9 @@ class Actions:
         self.threads: list[int] = []
         self.line = threading.Event()
 
-    def queue(self, token: str, action: Action, parcel: Any, hand_over: Callable[[], None]) -> Callable[[], None]:
+    def queue(
+        self, token: str, action: Action, parcel: Any, hand_over: Callable[[], None], wakeup: str
+    ) -> Callable[[], None]:
         def run() -> None:
             if action.what == "long":
                 hand_over()
@@ -51,7 +53,7 @@ def served() -> Iterator[tuple[Channel, Actions, list[threading.Thread]]]:
 
 def send(channel: Channel, what: str, count: int = 1) -> None:
     for number in range(count):
-        channel.send(("action", f"{what} {number}", *Action("call", what, asks=False)))
+        channel.send(("action", f"{what} {number}", "", *Action("call", what, asks=False)))
 
 
 def test_one_thread_carries_out_short_calls(served: tuple[Channel, Actions, list[threading.Thread]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import resource
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from nbdist.keeper import writing
 from nbdist.keeper.writing import Journal
-from nbdist.wire.journal import Reader, mapped, numbers
+from nbdist.wire.journal import Reader, Record, mapped, numbers
 
 
 class Disk:
@@ -103,7 +104,7 @@ def test_what_is_appended_soon_comes_before_what_follows(journal: Journal, tmp_p
     ]
     for number, follow in enumerate(follows):
         before = heads(tmp_path)
-        journal.append_soon("begin", {"call": number})
+        journal.append_soon(functools.partial(Record, "begin", {"call": number}))
         assert heads(tmp_path) == before, "not written yet"
         follow()
         assert heads(tmp_path)[len(before)] == ("begin", {"call": number})
@@ -112,7 +113,7 @@ def test_what_is_appended_soon_comes_before_what_follows(journal: Journal, tmp_p
 
 def test_of_what_is_written_together_the_part_that_fits_is_there(journal: Journal, tmp_path: Path, disk: Disk) -> None:
     journal.append("output", {"rank": 0, "which": 0}, b"before")
-    journal.append_soon("begin", {"call": 1})
+    journal.append_soon(lambda: Record("begin", {"call": 1}))
     disk.full, disk.room = True, 100
     journal.append("output", {"rank": 0, "which": 0}, b"lost" * 100)
     assert [kind for kind, _ in heads(tmp_path)] == ["output", "begin"]

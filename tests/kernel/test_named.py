@@ -28,6 +28,8 @@ from nbdist import NbdistError, NotFinite, RankDied, RankTimeout, Session, attac
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.named import starting
 from nbdist.kernel.named.recorded import _find
+from nbdist.kernel.named.replaying import Replayer
+from nbdist.kernel.named.spec import Answer
 from nbdist.kernel.named.terminal import main
 from nbdist.kernel.session import executor_of
 from nbdist.system import interpreter
@@ -130,6 +132,17 @@ def test_values_are_this_process_own_objects(kept: Session) -> None:
     assert type(found[1]) is Local and (found[0] == data * 2).all()
     found[0][0] = 5
     assert (kept.result()[0] == data * 2).all(), "as it was returned"
+
+
+def test_a_short_call_is_answered_first_and_then_written(kept: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[Answer] = []
+    answer = Replayer.answer
+    monkeypatch.setattr(Replayer, "answer", lambda self, one: answered.append(one) or answer(self, one))
+    for number in range(50):
+        assert kept.run(abs, number) == number
+        assert kept.result() == number
+    assert kept.run_all(rank_and_argument, 3) == [(0, 3), (1, 3)]
+    assert poll(lambda: kept.run(abs, 1) == 1 and answered), "on a busy machine many calls are long, and not all"
 
 
 def test_an_exception(kept: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,27 +15,31 @@ from ...system.processes import redirect_to_devnull, register_after_fork
 from ...wire.channel import Channel
 from ...wire.parcel import Parcel
 from ...wire.session_folder import SessionFolder
+from .spec import Answer, decode_answers
 
 
 class Wakeup:
-    """An object that becomes readable when the journal has grown, or the keeper has ended."""
+    """An object that becomes readable when the journal has grown, an answer has come, or the keeper has ended."""
 
     def __init__(self, path: str) -> None:
-        self._sock = connect(path)
-        Channel(self._sock).send(("wakeup",))
+        self.name = secrets.token_hex(8)
+        self._sock, self._data = connect(path), b""
+        Channel(self._sock).send(("wakeup", self.name))
         self._sock.setblocking(False)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def answer(self) -> bool:
-        """Wait for wakeups that come from now on; return whether the keeper lives."""
+    def read(self) -> list[Answer] | None:
+        """Return the answers that have come, and wait for what comes from now on. None: the keeper has ended."""
         try:
-            return bool(self._sock.recv(1 << 16))
+            data = self._sock.recv(1 << 16)
         except BlockingIOError:
-            return True
+            return []
         except OSError:
-            return False
+            return None
+        answers, self._data = decode_answers(self._data + data)
+        return answers if data else None
 
     def close(self) -> None:
         self._sock.close()

@@ -24,7 +24,7 @@ from ..cell.cell import Cell
 from ..cell.comms import Between
 from ..collectives import Collectives
 from ..status import Snapshot
-from .connection import Connection, ended
+from .connection import Connection, Wakeup, ended
 from .outcomes import Originals, error_of, value_of
 from .replaying import Relays, Replayer, follow
 from .spec import Action, Spec
@@ -114,6 +114,7 @@ class NamedExecutor:
             output=request.output,
             lines=request.lines,
             header=call.header,
+            cells=call.cells,
             seeds=request.seeds,
             targets=request.targets,
             everyone=request.everyone,
@@ -128,11 +129,12 @@ class NamedExecutor:
         token = secrets.token_hex(8)
         if self._reader is None:
             self._reader = Reader(self.folder.path, at_end=True)
-        replayer = Replayer(self.relays, self._reader, cell, lambda head: head["token"] == token)
-        with deferred_interrupts():
-            self._send_origin()
-            self.connection.send("action", token, *action, parcel=parcel)
-        self.follow(replayer, token, stop)
+        with self.connection.wakeup() as wakeup:
+            with deferred_interrupts():
+                self._send_origin()
+                self.connection.send("action", token, "" if wakeup is None else wakeup.name, *action, parcel=parcel)
+                replayer = Replayer(self.relays, self._reader, cell, lambda head: head["token"] == token)
+            self.follow(replayer, token, stop, wakeup)
         return replayer
 
     def _send_origin(self) -> None:
@@ -141,7 +143,7 @@ class NamedExecutor:
             self.connection.send("origin", origin)
             self._sent = origin
 
-    def follow(self, replayer: Replayer, token: str, stop: Stop | None) -> None:
+    def follow(self, replayer: Replayer, token: str, stop: Stop | None, wakeup: Wakeup | None) -> None:
         """Show a call, or another action, until its end. Raises `NbdistError` if the keeper ends first."""
 
         def answer(question: Record) -> None:
@@ -164,7 +166,7 @@ class NamedExecutor:
 
         shown = self.shown.setdefault(token, threading.Event())
         try:
-            follow(replayer, self.connection, stop, asks=answer, on_interrupt=interrupt)
+            follow(replayer, wakeup, stop, token=token, asks=answer, on_interrupt=interrupt)
         finally:
             replayer.finish()
             self.shown.pop(token, None)
@@ -183,8 +185,8 @@ class NamedExecutor:
 
     def outcome(self, replayer: Replayer, originals: Sequence[Any] | None = None) -> list[Any]:
         """Return the values of a call, or raise its exception."""
-        assert replayer.head is not None
         if originals is None:
+            assert replayer.head is not None
             originals = Originals(replayer.head["originals"], replayer.buffers)
         if replayer.raised is not None:
             raise error_of(replayer.raised, originals)

@@ -24,7 +24,8 @@ def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> 
     """Implement `Session.result`."""
     replayer = _recorded(executor, call)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    follow(replayer, executor.connection, deadline=deadline)
+    with executor.connection.wakeup() as wakeup:
+        follow(replayer, wakeup, deadline=deadline)
     if not replayer.over and time.monotonic() > deadline:
         raise TimeoutError(f"the call of {replayer.what} is not over after {timeout:g} s")
     executor.check_over(replayer)
@@ -66,7 +67,8 @@ def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFu
 
 def _follow(executor: NamedExecutor, replayer: Replayer, cell: Cell, stop: futures.Stop) -> Any:
     try:
-        executor.follow(replayer, replayer.head["token"], stop)
+        with executor.connection.wakeup() as wakeup:
+            executor.follow(replayer, replayer.head["token"], stop, wakeup)
         return _outcome(executor, replayer)
     except KeyboardInterrupt:
         raise
@@ -83,6 +85,8 @@ def _outcome(executor: NamedExecutor, replayer: Replayer) -> Any:
 def _recorded(
     executor: NamedExecutor, call: int | None, cell: Cell | None = None, *how: Any, relays: Relays | None = None
 ) -> Replayer:
+    with contextlib.suppress(NbdistError):  # the keeper has ended
+        executor.connection.ask("flush")  # a value may be here before it is in the journal
     found = _find(executor.folder.path, call)
     if found is None:
         which = "call" if call is None else f"call number {call}"

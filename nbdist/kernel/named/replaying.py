@@ -16,7 +16,8 @@ from ..calls.waiting import AT_A_TIME
 from ..cell.cell import Cell
 from ..cell.comms import Page
 from ..cell.relay import Relay
-from .connection import Connection, Wakeup
+from .connection import Wakeup
+from .spec import Answer
 
 
 class _Ranks:
@@ -117,6 +118,11 @@ class Replayer:
                 if self.over:
                     return
 
+    def answer(self, answer: Answer) -> None:
+        """Use the values of a call that has written nothing, before they are in the journal."""
+        self.values = [Record("value", {"rank": rank}, (pickled,)) for rank, pickled in answer.values]
+        self.over = True
+
     def _take(self, record: Record) -> None:
         head, kind = record.head, record.kind
         if kind == "begin" and self.head is None and self._is_own(head):
@@ -168,9 +174,10 @@ class Replayer:
 
 def follow(
     replayer: Replayer,
-    connection: Connection,
+    wakeup: Wakeup | None,
     stop: Stop | None = None,
     *,
+    token: str = "",
     deadline: float = math.inf,
     asks: Callable[[Record], None] = lambda question: None,
     on_interrupt: Callable[[], None] | None = None,
@@ -179,41 +186,48 @@ def follow(
 
     Args:
         replayer: The call.
-        connection: The source of wakeups when the journal has grown.
+        wakeup: The source of wakeups when the journal has grown. None: the keeper has ended.
+        token: The token of the call, if this process has made it and so may get an answer.
         stop: The object by which another thread interrupts the call.
         asks: A function that has the user answer a question of a rank.
         on_interrupt: A function that passes on an interrupt, of the user or of the other thread. None: the interrupt is
             raised.
     """
     page: Page | None = None
-    with connection.wakeup() as wakeup:
-        alive = wakeup is not None
-        while True:
-            try:
+    alive = wakeup is not None
+    while True:
+        try:
+            if not replayer.over:
                 replayer.replay()
-                if replayer.over or not alive or time.monotonic() > deadline:
-                    break
-                if replayer.prompt is not None:
-                    question, replayer.prompt = replayer.prompt, None
-                    asks(question)
-                relay = replayer.relay
-                if relay is not None:
-                    page = page or Page(relay.comms, foreground=stop is None)
-                    relay.show_unfinished()
-                    page.look()
-                left = min(AT_A_TIME, max(0.0, deadline - time.monotonic()))
-                alive = _wait(wakeup, stop, left if page is None else page.soon(left))
-            except KeyboardInterrupt:
-                if on_interrupt is None:
-                    raise
-                on_interrupt()
+            if replayer.over or not alive or time.monotonic() > deadline:
+                break
+            if replayer.prompt is not None:
+                question, replayer.prompt = replayer.prompt, None
+                asks(question)
+            relay = replayer.relay
+            if relay is not None:
+                page = page or Page(relay.comms, foreground=stop is None)
+                relay.show_unfinished()
+                page.look()
+            left = min(AT_A_TIME, max(0.0, deadline - time.monotonic()))
+            assert wakeup is not None
+            if _readable(wakeup, stop, left if page is None else page.soon(left)):
+                with deferred_interrupts():  # an answer that was read and not used would be lost
+                    answers = wakeup.read()
+                    alive = answers is not None
+                    for answer in answers or ():
+                        if answer.token == token:
+                            replayer.answer(answer)
+        except KeyboardInterrupt:
+            if on_interrupt is None:
+                raise
+            on_interrupt()
     if page is not None:
         page.close()
 
 
-def _wait(wakeup: Wakeup | None, stop: Stop | None, seconds: float) -> bool:
-    """Wait until the journal has grown; return whether the keeper lives. Raises `KeyboardInterrupt` after a stop."""
-    assert wakeup is not None
+def _readable(wakeup: Wakeup, stop: Stop | None, seconds: float) -> bool:
+    """Wait for a wakeup; return whether one has come. Raises `KeyboardInterrupt` after a stop."""
     poll = select.poll()
     poll.register(wakeup, select.POLLIN)
     if stop is not None:
@@ -223,7 +237,7 @@ def _wait(wakeup: Wakeup | None, stop: Stop | None, seconds: float) -> bool:
     if stop is not None and stop.fd in ready:
         os.read(stop.fd, 1)
         raise KeyboardInterrupt
-    return wakeup.answer() if wakeup.fileno() in ready else True
+    return bool(ready)
 
 
 def _joined(records: Iterable[Record]) -> Iterable[Record]:

@@ -1,13 +1,14 @@
-"""Messages to a keeper: the description of a session, and the actions of its ranks."""
+"""Messages between a keeper and its clients: the description of a session, the actions of its ranks, and answers."""
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...engines.contract import EngineOptions
 from ...engines.origin import Origin
-from ...wire.messages import Header
 from ..calls.group import Layout
 
 
@@ -43,10 +44,43 @@ class Action(NamedTuple):
     lines: int | None = None
     values: Sequence[Any] = ()
     """The arguments of an action. For a call, they are replaced by the following fields:"""
-    header: Header | None = None
+    header: bytes = b""
+    """The pickle of a `Header`."""
+    cells: Mapping[str, int] = {}
     seeds: tuple[int, int, int] | None = None
     targets: Sequence[int] | None = None
     everyone: bool = False
     once: bool = False
     originals: Sequence[tuple[str, str]] = ()
     """The module and the qualified name of each object that was sent by number."""
+
+
+class Answer(NamedTuple):
+    """The values of a short call, which its client gets before they are in the journal."""
+
+    token: str
+    values: Sequence[tuple[int, bytes]]
+    """For each rank that answers, its number and the pickle of its value."""
+
+
+#: The bytes of a wakeup without an answer, and the head of an answer: a mark and the size.
+WAKEUP = b"."
+_HEAD = struct.Struct("<cI")
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Return the bytes of an answer for the connection on which its client waits."""
+    body = pickle.dumps(tuple(answer), protocol=5)
+    return _HEAD.pack(b"!", len(body)) + body
+
+
+def decode_answers(data: bytes) -> tuple[list[Answer], bytes]:
+    """Return the answers in what a client has received, and the rest: the first part of the next answer."""
+    found = []
+    while len(data := data.lstrip(WAKEUP)) >= _HEAD.size:
+        end = _HEAD.size + _HEAD.unpack_from(data)[1]
+        if len(data) < end:
+            break
+        found.append(Answer(*pickle.loads(data[_HEAD.size : end])))
+        data = data[end:]
+    return found, data
