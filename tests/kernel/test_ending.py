@@ -103,8 +103,24 @@ def test_a_rank_that_has_not_begun_gets_time_to_begin_and_to_leave(clock: Clock)
     call.was_aborted(all_begun=False)
     assert call.left(100.0) == pytest.approx(ending.GRACE_TO_BEGIN)
     clock.now += ending.GRACE_TO_BEGIN - 0.1
-    call.begun()
+    call.begun(all_begun=True)
     assert call.left(100.0) == pytest.approx(ending.GRACE_AFTER_FAILURE)
+
+
+def test_after_an_interrupt_the_wait_for_ranks_to_begin_ends_when_they_have(clock: Clock) -> None:
+    """A rank of a cluster begins before the kernel knows of it, and may wait for another rank by then."""
+    call = begin()
+    call.interrupt()
+    call.asked_to_leave(all_begun=False)
+    call.begun(all_begun=False)
+    assert call.left(100.0) == pytest.approx(ending.GRACE_TO_BEGIN)
+    call.begun(all_begun=True)
+    assert call.left(100.0) == pytest.approx(ending.GRACE_BEFORE_ABORT)
+    clock.now += ending.GRACE_BEFORE_ABORT
+    assert call.decide() is Decision.ABORT
+    call.aborted = True
+    call.was_aborted(all_begun=True)
+    assert call.left(100.0) == pytest.approx(ending.GRACE_AFTER_INTERRUPT)
 
 
 def test_ranks_are_waited_for_once_until_they_have_begun(clock: Clock) -> None:

@@ -151,9 +151,12 @@ class Ending:
         grace = self._grace if enough else max(self._grace, self._on_this_machine(GRACE_TO_BEGIN))
         self._deadline = time.monotonic() + grace
 
-    def begun(self) -> None:
-        """Record that a rank begins the call after it was asked to leave."""
-        self._extend(self._grace)
+    def begun(self, all_begun: bool) -> None:
+        """Record that a rank begins the call after it was asked to leave, and whether each rank has begun it now."""
+        if all_begun and not self.aborted:
+            self.asked_to_leave(all_begun)
+        else:
+            self._extend(self._grace)
 
     def reporting(self) -> None:
         """Record that a rank has raised and sends its exception, or reports an uninterruptible step."""

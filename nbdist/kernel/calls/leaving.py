@@ -44,6 +44,11 @@ class Leaving:
         self.go_on()
         self._ending.asked_to_leave(all_begun=self._all_begun())
 
+    def begun(self) -> None:
+        """Go on after a rank has begun the call and was interrupted."""
+        self._ending.begun(self._all_begun())
+        self.go_on()
+
     def go_on(self) -> None:
         """Abort the group after a failure, or after an interrupt once a rank is done, as soon as no rank joins it."""
         due = self._ending.at_once or len(self._pending) < len(self._ranks.pids)

@@ -244,8 +244,7 @@ class Waiting:
                 self._begun.add(rank)
                 if self._ending.leaving and rank in self.pending:
                     self._ranks.signal(rank, signal.SIGINT)
-                    self._ending.begun()
-                    self._leaving.go_on()
+                    self._leaving.begun()
             case protocol.Raised():
                 self._ending.reporting()
             case protocol.Finishing():
