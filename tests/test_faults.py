@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Kernel, left_in_shared_memory, living, poll, ranks_of, shared_memory_names
+from conftest import Kernel, endless, left_in_shared_memory, living, poll, ranks_of, shared_memory_names
 from faults import CELLS, FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
 
 from nbdist import RayOptions
@@ -97,18 +97,14 @@ def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
     assert poll(lambda: psutil.Process(live.pid).num_fds() <= fds), "descriptors are left"
 
 
-#: A busy machine needs more than the usual 0.8 s until ranks have left a call.
-WAITING = "__import__('nbdist.kernel.calls.waiting').kernel.calls.waiting"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.survives], ids=lambda fault: fault.name)
 def test_a_live_session_survives(fault: Fault, live: Kernel) -> None:
     """An exception leaves nothing behind that keeps the same ranks from the next call."""
-    pids = live.ok(f"{WAITING}.GRACE_AFTER_FAILURE = 1e6\nprint(staying.run_all(os.getpid))").text
-    live.run(fault.code)
-    again = live.ok(f"{WAITING}.GRACE_AFTER_FAILURE = 0.8\nprint(staying.run(sums), staying.run_all(os.getpid))").text
-    assert again == f"2.0 {pids}"
+    pids = live.ok("print(staying.run_all(os.getpid))").text
+    with endless(live, "GRACE_AFTER_FAILURE"):
+        live.run(fault.code)
+    assert live.ok("print(staying.run(sums), staying.run_all(os.getpid))").text == f"2.0 {pids}"
 
 
 def of_a_killed_kernel(phase: Phase) -> Any:
