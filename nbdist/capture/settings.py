@@ -19,6 +19,7 @@ The settings and their sources:
 | active run, autologging | `mlflow` |
 | options of xarray, XGBoost, dask, JAX | `library_options` |
 | default dtype and device, precisions, deterministic mode, grad mode, autocast, flags of kernels | `torch` |
+| settings that a user has changed, safe globals of `torch.load` | `torch_configs` |
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from ..system.search_path import search_path
-from . import experiment_tracking, library_options, python_modes, torch_modes
+from . import experiment_tracking, library_options, python_modes, torch_configs, torch_modes
 from .foreign import looked
 from .loggers import Loggers
 from .module_state import ModuleState
@@ -242,6 +243,8 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "mlflow": ("sys", experiment_tracking.read),
     "options": ("sys", library_options.read),
     "torch": ("torch", torch_modes.read),
+    "torch.compile": ("torch", torch_configs.read),
+    "torch.load": ("torch.serialization", torch_configs.read_safe_globals),
 }
 
 

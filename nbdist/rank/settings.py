@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..capture import experiment_tracking, library_options, python_modes, torch_modes
+from ..capture import experiment_tracking, library_options, python_modes, torch_configs, torch_modes
 from ..capture.assigned import Gone
 from ..capture.loggers import describe_handler, own_filters
 from ..capture.patches import place
@@ -24,7 +24,10 @@ from ..capture.settings import SURROUNDINGS, current, same, sklearn_defaults
 from ..system.visible_devices import VISIBLE, VISIBLE_HIP
 
 #: Empty while all is at its default: a library need not be imported for that.
-_OPTIONAL = ("patches", "registries", "pandas", "matplotlib", "sklearn", "polars", "tqdm", "mlflow", "options")
+_OPTIONAL = (
+    *("patches", "registries", "pandas", "matplotlib", "sklearn", "polars", "tqdm", "mlflow", "options"),
+    *("torch.compile", "torch.load"),
+)
 #: Set before each call, although the notebook has not changed it.
 _EACH_CALL = ("mlflow",)
 #: The default settings of a logger: level, disabled, propagate, handlers, filters.
@@ -56,6 +59,7 @@ class Settings:
         self._before: dict[str, Any] = {}  # what options were that the notebook has set
         self._own: set[str] = set()  # variables of the environment that are the rank's own
         self._patched: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # the owner, the patch, and what was there
+        self._configs = torch_configs.Writer()
         self._entered: list[Callable[[], object]] = []  # what takes the entries of registries out again
 
     def follow(self, settings: Mapping[str, bytes]) -> None:
@@ -219,7 +223,16 @@ class Settings:
 
     def _torch_modes(self, value: Any) -> None:
         torch = importlib.import_module("torch")
-        torch_modes.write(torch, value, self._last.get("torch") or torch_modes.read(torch))
+        failed = torch_modes.write(torch, value, self._last.get("torch") or torch_modes.read(torch))
+        for name, exc in failed.items():
+            _warn(f"the notebook's setting {name!r} of torch is not set in this rank: {exc!r}")
+
+    def _torch_configs(self, value: Any) -> None:
+        self._configs.write(value)
+
+    def _safe_globals(self, value: Any) -> None:
+        serialization = importlib.import_module("torch.serialization")
+        torch_configs.write_safe_globals(serialization, value, self._last.get("torch.load") or [])
 
     _appliers: Mapping[str, Callable[[Settings, Any], object]] = {
         "environment": _environ,
@@ -243,6 +256,8 @@ class Settings:
         "mlflow": _mlflow,
         "options": lambda self, value: library_options.write(value),
         "torch": _torch_modes,
+        "torch.compile": _torch_configs,
+        "torch.load": _safe_globals,
     }
 
 

@@ -177,6 +177,283 @@ finally:
     torch.set_autocast_dtype("cuda", torch.float16)
 assert in_ddp(1, state) == state() == before
 
+# %% flags of torch's kernels
+import pathlib
+
+import torch
+
+backends, C = torch.backends, torch._C
+matmul = backends.cuda.matmul
+
+
+def has(name):
+    return hasattr(C, f"_get_{name}")
+
+
+#: By name: how it is read, how it is set, and a value that is not the default.
+flags = {
+    "cudnn": (lambda: torch.backends.cudnn.enabled, lambda on: setattr(backends.cudnn, "enabled", on), False),
+    "cudnn.deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda on: setattr(backends.cudnn, "deterministic", on),
+        True,
+    ),
+    "fp16 sums": (
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        lambda on: setattr(matmul, "allow_fp16_reduced_precision_reduction", on),
+        False,
+    ),
+    "bf16 sums": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        lambda on: setattr(matmul, "allow_bf16_reduced_precision_reduction", on),
+        False,
+    ),
+    "math attention": (
+        lambda: torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+        True,
+    ),
+    "memory efficient attention": (
+        lambda: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        backends.cuda.enable_mem_efficient_sdp,
+        False,
+    ),
+    "math": (lambda: torch.backends.cuda.math_sdp_enabled(), backends.cuda.enable_math_sdp, False),
+    "nnpack": (lambda: torch._C._get_nnpack_enabled(), lambda on: backends.nnpack.set_flags(on), False),
+    "quantized": (
+        lambda: torch.backends.quantized.engine,
+        lambda name: setattr(backends.quantized, "engine", name),
+        next((name for name in backends.quantized.supported_engines if name != backends.quantized.engine), "none"),
+    ),
+    "attention in one kernel": (
+        lambda: torch.backends.mha.get_fastpath_enabled(),
+        backends.mha.set_fastpath_enabled,
+        False,
+    ),
+    "warn only": (
+        lambda: torch.get_deterministic_debug_mode(),
+        torch.set_deterministic_debug_mode,
+        1,
+    ),
+    "smallest numbers": (lambda: float.fromhex("0x1p-1074") * 1.0 == 0.0, torch.set_flush_denormal, True),
+    "invariants": (
+        lambda: torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        C._set_check_sparse_tensor_invariants,
+        True,
+    ),
+    "cache of autocast": (lambda: torch.is_autocast_cache_enabled(), torch.set_autocast_cache_enabled, False),
+    "swapped parameters": (
+        lambda: torch.__future__.get_swap_module_params_on_conversion(),
+        torch.__future__.set_swap_module_params_on_conversion,
+        True,
+    ),
+    "distributions": (
+        lambda: torch.distributions.Distribution._validate_args,
+        torch.distributions.Distribution.set_default_validate_args,
+        False,
+    ),
+    "hub": (lambda: torch.hub._hub_dir, lambda path: setattr(torch.hub, "_hub_dir", path), str(pathlib.Path("hub"))),
+}
+if has("cublas_allow_fp16_accumulation"):
+    flags["fp16 accumulation"] = (
+        lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+        lambda on: setattr(matmul, "allow_fp16_accumulation", on),
+        True,
+    )
+if has("sdp_priority_order"):
+    flags["order of attention"] = lambda: torch._C._get_sdp_priority_order(), C._set_sdp_priority_order, [2, 1, 0, 3, 4]
+if has("mkldnn_deterministic"):
+    flags["mkldnn.deterministic"] = lambda: torch._C._get_mkldnn_deterministic(), C._set_mkldnn_deterministic, True
+reads = {name: read for name, (read, _, _) in flags.items()}
+
+
+def state():
+    return {name: read() for name, read in reads.items()}
+
+
+before = state()
+with Session(1, devices="cpu") as session:
+    assert session.run(state) == before
+    for name, (read, write, value) in flags.items():
+        try:
+            write(value)
+            assert read() != before[name], name
+            wanted = state()
+            assert session.run(state) == wanted, name
+        finally:
+            write(before[name])
+        assert session.run(state) == before, name
+
+# %% a flag that ranks cannot set leaves the others
+import warnings
+
+import torch
+
+
+def state():
+    return torch.get_default_dtype(), torch.is_warn_always_enabled()
+
+
+def refuse():
+    torch.set_default_dtype = None
+
+
+with Session(1, devices="cpu") as session, warnings.catch_warnings(record=True) as said:
+    session.run(refuse)
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_warn_always(True)
+        assert session.run(state) == (torch.float32, True)
+        assert "the notebook's setting 'dtype' of torch is not set in this rank: TypeError" in session.logs(0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_warn_always(False)
+    assert session.run(state) == (torch.float32, False)
+
+# %% precisions of oneDNN by the newer names
+import torch
+
+
+def precision():
+    return torch.backends.mkldnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision
+
+
+if hasattr(torch.backends, "fp32_precision"):
+    before = precision()
+    with Session(1, devices="cpu") as session:
+        for module in (torch.backends.mkldnn.conv, torch.backends.cudnn.rnn):
+            kept = module.fp32_precision
+            try:
+                module.fp32_precision = "ieee"
+                assert session.run(precision) == precision() != before
+            finally:
+                module.fp32_precision = kept
+            assert session.run(precision) == before
+
+# %% inference mode
+import torch
+
+
+def state():
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), (torch.ones(1) * 2).is_inference()
+
+
+with Session(1, devices="cpu") as session:
+    for _ in range(2):
+        with torch.inference_mode():
+            assert session.run(state) == in_ddp(1, state) == (True, False, True)
+            with torch.inference_mode(False):
+                assert session.run(state) == (False, torch.is_grad_enabled(), False)
+        assert session.run(state) == (False, True, False)
+
+# %% settings of torch.compile
+import importlib
+
+import torch
+
+MODULES = "torch._dynamo", "torch._functorch.config", "torch._inductor.config"
+for module in MODULES:  # a cell's import statements would be executed in the ranks, too
+    importlib.import_module(module)
+
+
+def fn(x):
+    return x + 1
+
+
+def state():
+    for module in MODULES:
+        importlib.import_module(module)
+    return (
+        torch._dynamo.config.suppress_errors,
+        torch._inductor.config.max_autotune,
+        torch._inductor.config.triton.cudagraphs,
+        torch._inductor.config.external_matmul,
+        torch._functorch.config.donated_buffer,
+        torch._dynamo.eval_frame._stance.stance,
+    )
+
+
+def loaded():
+    import sys
+
+    return "torch._inductor.config" in sys.modules
+
+
+before = state()
+with Session(1, devices="cpu", start="spawn") as session:  # which has not imported these modules
+    assert not session.run(loaded)
+    try:
+        torch._dynamo.config.suppress_errors = True
+        torch._inductor.config.external_matmul.append(fn)
+        torch.compiler.set_stance("force_eager")
+        with torch._inductor.config.patch({"max_autotune": True, "triton.cudagraphs": True}):
+            assert not session.run(loaded), "a rank imports nothing for a setting"
+            found, wanted = session.run(state), state()
+            assert found[:3] == wanted[:3] == (True, True, True) and found[4:] == wanted[4:]
+            assert [one(1) for one in found[3]] == [2]
+        torch._functorch.config.donated_buffer = False
+        assert session.run(state)[1:3] == (False, False)
+        assert session.run(state)[4] is False
+    finally:
+        torch._dynamo.config.suppress_errors = before[0]
+        torch._inductor.config.external_matmul.clear()
+        torch._functorch.config.donated_buffer = before[4]
+        torch.compiler.set_stance("default")
+    assert session.run(state) == state() == before
+
+# %% a setting of torch.compile that cannot be sent
+import warnings
+
+import torch
+import torch._inductor.config
+
+with Session(1, devices="cpu") as session, warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    try:
+        torch._inductor.config.max_autotune = True
+        torch._inductor.config.external_matmul.append(i for i in ())
+        for _ in range(2):
+            assert session.run(lambda: __import__("torch._inductor.config")._inductor.config.max_autotune)
+    finally:
+        torch._inductor.config.external_matmul.clear()
+        torch._inductor.config.max_autotune = False
+texts = [str(one.message) for one in said if "external_matmul" in str(one.message)]
+assert len(texts) == 1 and "torch._inductor.config.external_matmul, which the notebook has set" in texts[0], texts
+
+# %% globals that torch.load may use
+import fractions
+import io
+
+import torch
+
+
+class Own:
+    def __init__(self, value):
+        self.value = value
+
+
+def load(text):
+    return torch.load(io.BytesIO(text), weights_only=True)
+
+
+def safe(name):
+    return [str(one) for one in torch.serialization.get_safe_globals() if name in str(one)]
+
+
+written = io.BytesIO()
+torch.save({"own": Own(3), "number": 2}, written)
+with Session(1, devices="cpu") as session:
+    try:
+        session.run(load, written.getvalue())
+        raise AssertionError("the class is not safe yet")
+    except Exception as exc:
+        assert "add_safe_globals" in str(exc), exc
+    torch.serialization.add_safe_globals([Own, (fractions.Fraction, "fractions.Fraction")])
+    assert session.run(safe, "Fraction") == in_ddp(1, safe, "Fraction") == safe("Fraction") != []
+    assert session.run(load, written.getvalue())["own"].value == in_ddp(1, load, written.getvalue())["own"].value == 3
+    torch.serialization.clear_safe_globals()
+    assert session.run(safe, "Own") == session.run(safe, "Fraction") == []
+
 # %% precision of float32 by the newer names
 import torch
 
