@@ -96,7 +96,7 @@ def choose_devices(
         return _listed(nranks, devices, environ)
     if devices not in (None, "cuda"):
         raise ValueError(f"{_SUPPORTED}, got {devices!r}")
-    gpus, are_visible = _count(environ)
+    gpus, are_visible = count_gpus(environ)
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
     if nranks > gpus:
@@ -125,7 +125,7 @@ def _listed(nranks: int, devices: Sequence[Any], environ: Mapping[str, str]) -> 
             if entries is not None and name not in entries:
                 raise ValueError(f"devices must be among {variable}={environ[variable]}, got {name!r}")
     elif names[0] != "cpu":
-        gpus, are_visible = _count(environ)
+        gpus, are_visible = count_gpus(environ)
         unknown = [name for name in names if int(name[5:]) >= gpus]
         if unknown:
             raise ValueError(f"devices must be GPUs that the notebook sees, got {unknown[0]!r}: {are_visible}")
@@ -152,7 +152,7 @@ def _uuids(names: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return [full(name) for name in names]
 
 
-def _count(environ: Mapping[str, str]) -> tuple[int, str]:
+def count_gpus(environ: Mapping[str, str]) -> tuple[int, str]:
     """Return the number of GPUs, or of parts of GPUs, that ranks with this environment may use, also in words.
 
     torch answers for this process. Once this process has used CUDA, the answer does not follow the variable any more.

@@ -34,7 +34,7 @@ class _Mode(NamedTuple):
 def read(torch: Any) -> dict[str, Any]:
     """Return the current modes of torch, by name."""
     found = {name: mode.read(torch) for name, mode in _MODES.items()}
-    for name in _FLAGS:  # of which an older torch has not all
+    for name in _FLAGS:  # an older torch lacks some
         getter = getattr(torch._C, f"_get_{name}", None)
         if getter is not None and not (torch.version.hip and name in _NOT_ON_HIP):
             found[name] = getter()

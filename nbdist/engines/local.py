@@ -76,6 +76,11 @@ class LocalEngine:
 
         return with_server(start, None if self._fresh else self._variables())
 
+    def would_fork(self, ranks: LocalRanks) -> bool:
+        """Return whether these ranks, which were started earlier, are of the fork server that `start` would use. They
+        import what it has imported since."""
+        return not self._fresh and ranks.server is forkserver.server(self._variables())
+
     def start_workers(
         self, count: int, modules: Iterable[str], notice: Callable[[str], None] | None = None
     ) -> LocalRanks:
@@ -163,7 +168,7 @@ class LocalRanks:
         self._questions = itertools.cycle(range(1, 256))
         make_room(world_size, each=5)  # a channel, two pipes, where it is asked for its stack, and the process itself
         self._watch = Watch(world_size)
-        self._server, self._number = server, -1
+        self.server, self._number = server, -1
         try:
             self._number = server.launch(world_size, self._watch.report)
             self._watch.why_lost = server.why_lost
@@ -188,7 +193,7 @@ class LocalRanks:
         try:
             with answers, open_descriptors(pipes=2) as (channel, reads, (own, out, err)):
                 fds = RankDescriptors(own, out, err, answers.fileno())
-                self._server.ask("fork", self._number, rank, environ, fds=fds)
+                self.server.ask("fork", self._number, rank, environ, fds=fds)
         except BaseException:
             asks.close()
             raise
@@ -290,11 +295,11 @@ class LocalRanks:
     def starting(self) -> str:
         if all(self.pids[rank] is not None for rank in self._watch.alive):
             return ""
-        return f"the fork server imports {', '.join(self._server.importing)}" if self._server.importing else ""
+        return f"the fork server imports {', '.join(self.server.importing)}" if self.server.importing else ""
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
         if self.starting():
-            self._server.break_off()
+            self.server.break_off()
         try:
             for channel in self.channels if grace else ():
                 with contextlib.suppress(OSError):
@@ -306,7 +311,7 @@ class LocalRanks:
                 self.signal(rank, signal.SIGKILL)
             if self._watch.alive:  # some may not have been forked yet: the server knows them as soon as they are
                 with contextlib.suppress(OSError):
-                    self._server.ask("abandon", self._number, 0)
+                    self.server.ask("abandon", self._number, 0)
             for channel in self.channels:
                 channel.close()
             self._wait_for_exits(5.0)

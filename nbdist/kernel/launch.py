@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
@@ -11,8 +12,12 @@ from .. import engines
 from ..capture.imports import modules_named, parse_imports
 from ..capture.need import Names
 from ..checks import check_count, check_flag, check_number, shown
+from ..devices import count_gpus, place_ranks
+from ..engines.local import LocalEngine
 from ..errors import NbdistError, entry, entry_class
+from .calls import warm_ranks
 from .calls.arguments import check_platform, checks_named
+from .calls.group import Layout
 from .calls.stopping import nothing_sent
 from .in_kernel import run_in_kernel
 from .options import SessionOptions
@@ -190,7 +195,13 @@ def _close_held() -> None:
 
 
 @entry
-def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named: bool = False) -> None:
+def warm(
+    imports: str | Iterable[str] = "",
+    *,
+    idle: float | None = None,
+    named: bool = False,
+    gpus: bool | int = False,
+) -> None:
     """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
 
     Your own modules (not installed ones) are imported by the ranks, so that they see your edits. The same holds for
@@ -201,6 +212,13 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named:
         idle: The number of seconds without use after which the server ends; half an hour by default. The next call
             starts a new one.
         named: Whether to start, instead, a keeper with its own fork server, for the next session with a `name`.
+        gpus: Whether to start, in addition, a rank for each visible GPU. Each of these ranks creates the context of its
+            GPU and waits. The next `in_ddp` or `Session` with this number of ranks takes these ranks, and others wait
+            after its end. A number starts ranks for that number of GPUs. Each waiting rank uses some hundred MB of its GPU.
+            The ranks end after `idle` seconds without use.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid, or there are too few GPUs for `gpus`.
 
     Examples:
         >>> warm("from fastai.collab import *")
@@ -210,7 +228,10 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named:
     if idle is not None:
         check_number(idle, above=0, name="idle", unit="seconds")
     check_flag(named, name="named")
+    layout = _layout_to_warm(gpus) if gpus else None
     if named:
+        if layout is not None:
+            raise ValueError("gpus must be False with named=True, got both: call warm once for each")
         from .named import starting
 
         starting.warm(modules)
@@ -219,3 +240,19 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named:
     engine.warm(modules)
     if idle is not None:
         engine.idle(idle)
+    if layout is not None:
+        places = place_ranks(layout.devices, layout.visible)
+        assert isinstance(engine, LocalEngine)  # the default
+        warm_ranks.start(engine, places, warm_ranks.IDLE if idle is None else idle)
+
+
+def _layout_to_warm(gpus: bool | int) -> Layout:
+    """Return the layout of the ranks that `warm(gpus=...)` starts."""
+    if not isinstance(gpus, bool):
+        check_count(gpus, least=0, name="gpus")
+    found, are_visible = count_gpus(os.environ)
+    count = found if gpus is True else gpus
+    if not 0 < count <= found:
+        most = f"at most {found}" if found else "False without a GPU"
+        raise ValueError(f"gpus must be {most}, got {gpus}: {are_visible}")
+    return SessionOptions(devices="cuda").layout(count, engines.resolve(None))

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from ..system import visible_devices
 from . import nccl
 
 #: Seconds to wait for the GPUs after an exception: a kernel may wait for a rank that will not come.
 _PATIENCE = 1.0
 
 _allocated = 0  # bytes after the last collection
+
+
+def prepare(visible: str | None, device: str) -> None:
+    """Create the context of the rank's GPU, before the rank knows its call. `visible`: the GPUs that it sees."""
+    if visible is not None:
+        os.environ.update(visible_devices.variables(visible))
+    if device != "cpu":
+        torch = importlib.import_module("torch")
+        torch.cuda.set_device(device)
+        torch.empty(1, device=device)
+        torch.cuda.synchronize()
 
 
 def finish(groups: Iterable[Any]) -> None:

@@ -28,7 +28,7 @@ from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .recorder import CollectiveRecorder
 from .sharded import whole
-from .world import Membership, abort, destroy_in_background, enter_setting, process_groups, seed_everything
+from .world import Membership, abort, adopt, destroy_in_background, enter_setting, process_groups, seed_everything
 
 
 class Rank:
@@ -88,6 +88,9 @@ class Rank:
                     pass
                 case protocol.Descriptors():
                     self._descriptors += fds
+                case protocol.Prepare(environ, visible, device):
+                    adopt(environ)
+                    gpu_state.prepare(visible, device)
                 case protocol.Process():
                     assert parcel is not None
                     self._keyboard.refusal = "a process has no cell that could ask"

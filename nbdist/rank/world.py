@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import NbdistError
+from ..system import visible_devices
 from ..system.connections import Address, cut_off
 from ..system.limits import allow_open_files
 from ..system.search_path import StandardFinder
-from ..system.visible_devices import VISIBLE, VISIBLE_HIP, is_hip
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
@@ -39,10 +39,7 @@ _NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 def enter_setting(setting: Setting) -> None:
     """Adopt the kernel's environment, folder, module path and arguments."""
-    # Only what differs: most comes from the server, and would be copied page by page.
-    for name in os.environ.keys() - setting.environ.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in setting.environ.items() if os.environ.get(name) != value})
+    adopt(setting.environ)
     if hasattr(time, "tzset"):
         time.tzset()  # of the environment's TZ
     os.chdir(setting.cwd)
@@ -50,6 +47,14 @@ def enter_setting(setting: Setting) -> None:
     if setting.standard:
         sys.meta_path.insert(0, StandardFinder(setting.standard))
     sys.argv[:] = setting.argv
+
+
+def adopt(environ: Mapping[str, str]) -> None:
+    """Replace the environment."""
+    # Only what differs: most comes from the server, and would be copied page by page.
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
 
 
 def take_share(count: int) -> None:
@@ -83,9 +88,7 @@ def environ(world: World) -> dict[str, str]:
         variables[LATE] = os.environ.get(LATE, "1")
     variables |= nccl.environ(world)
     if world.visible is not None:
-        variables[VISIBLE] = world.visible
-        if is_hip():  # which takes an empty list for none, and reads this variable first
-            variables[VISIBLE_HIP] = world.visible or "-1"
+        variables |= visible_devices.variables(world.visible)
     if world.device == "cpu":
         # Accelerate (and so fastai) takes CPU ranks for single processes without this variable.
         variables["ACCELERATE_USE_CPU"] = "true"

@@ -88,6 +88,12 @@ def _twice(entry: str) -> str:
     return f"a list with {entry!r} twice shows no GPU"
 
 
+def variables(shown: str) -> dict[str, str]:
+    """Return the variables that show these GPUs to a process; an empty text shows none."""
+    # HIP takes an empty list for none, and reads its own variable first.
+    return {VISIBLE: shown} | ({VISIBLE_HIP: shown or "-1"} if is_hip() else {})
+
+
 def is_hip() -> bool:
     """Return whether torch is built for AMD's GPUs. torch is not imported for it."""
     torch: Any = sys.modules.get("torch")

@@ -28,6 +28,16 @@ class Join(NamedTuple):
     """True: the last descriptor is the memory in which the rank records its collectives. The rank keeps it."""
 
 
+class Prepare(NamedTuple):
+    """Sent before the first `Join` to each rank that waits for a launch, so that it creates the context of its GPU; not
+    answered. A rank that cannot ends."""
+
+    environ: Mapping[str, str]
+    visible: str | None
+    """The rank's CUDA_VISIBLE_DEVICES."""
+    device: str
+
+
 class Call(NamedTuple):
     """Sent, with the parcel of the function and its arguments, to each rank that runs a call; answered by `Begun`, then
     by `Done` or by `Raised` and `Error`."""
@@ -223,6 +233,7 @@ class Notice(NamedTuple):
 
 ToRank = (
     Join
+    | Prepare
     | Call
     | Debug
     | Widget

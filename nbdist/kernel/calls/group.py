@@ -24,7 +24,7 @@ from ...wire.recording import Recording
 from ..cell.cell import Cell
 from ..cell.comms import Comms
 from ..cell.relay import Relay
-from . import stacks
+from . import stacks, warm_ranks
 from .gpu_errors import explain_gpu_error, explain_missing_gpu
 
 #: Seconds that ranks get for a regular exit, with `atexit` functions and open files, before they are killed.
@@ -90,7 +90,9 @@ class Group:
     """
 
     def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
-        self.ranks = engine.start(len(layout.devices), cell.notice, least)
+        places = place_ranks(layout.devices, layout.visible)
+        waiting = warm_ranks.take(engine, places, layout.env)
+        self.ranks: Ranks = waiting or engine.start(len(layout.devices), cell.notice, least)
         with deferred_interrupts():  # until `_end` is registered, which ends the ranks
             self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
             self.relay = Relay(self.ranks)
@@ -248,6 +250,7 @@ class Group:
                     self.relay.flush()
                 if self.recording is not None:
                     self.recording.close()
+                warm_ranks.refill()  # now that these ranks have left the GPUs
 
 
 def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:
