@@ -214,8 +214,8 @@ def warm(
         named: Whether to start, instead, a keeper with its own fork server, for the next session with a `name`.
         gpus: Whether to start, in addition, a rank for each visible GPU. Each of these ranks creates the context of its
             GPU and waits. The next `in_ddp` or `Session` with this number of ranks takes these ranks, and others wait
-            after its end. A number starts ranks for that number of GPUs. Each waiting rank uses some hundred MB of its GPU.
-            The ranks end after `idle` seconds without use.
+            after its end. A number starts ranks for that number of GPUs. Each waiting rank uses some hundred MB of its
+            GPU. The ranks end after `idle` seconds without use.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or there are too few GPUs for `gpus`.
