@@ -165,7 +165,7 @@ class Replayer:
 
     def finish(self) -> None:
         """Show unfinished lines, because no more output follows."""
-        if self.relay is not None:
+        if self.relay is not None and self.head is not None:  # otherwise the relay has shown nothing of this call
             self.relay.flush()
             self.relay.comms.end_call()
         if self._cell is not None:
