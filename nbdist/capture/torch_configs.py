@@ -23,7 +23,6 @@ _MODULES = (
     "torch.fx.experimental._config",
     "torch.utils.serialization.config",
 )
-_IMMUTABLE = (bool, int, float, str, tuple, type(None))
 #: Where `torch.compiler.set_stance` keeps the stance.
 _STANCE = "torch._dynamo.eval_frame"
 
@@ -54,19 +53,18 @@ def _changed(config: Any) -> dict[str, Any]:
         override = getattr(entry, "user_override", entry)  # torch 2.5 has values for entries
         if type(override) is ContextVar:  # torch 2.13
             override = override.get()
-        if override is not unset and _differs(config, name, entry, override):
+        if override is not unset and _differs(config, name, entry, override, unset):
             changed[name] = override
     return changed
 
 
-def _differs(config: Any, name: str, entry: Any, override: Any) -> bool:
-    """Return whether a setting is the user's own."""
-    default = config._default.get(name) if override is entry else entry.default
-    if (
-        isinstance(default, _IMMUTABLE) and override is not entry
-    ):  # a variable of the environment may be before this one
-        return True
-    # A list is copied to where users set it as soon as it is read.
+def _differs(config: Any, name: str, entry: Any, override: Any, unset: Any) -> bool:
+    """Return whether a setting is the user's own. nbdist sets some to their defaults, and reading a list copies it to
+    where users set it."""
+    if override is entry:
+        default = config._default.get(name)
+    else:
+        default = entry.default if entry.env_value_default is unset else entry.env_value_default
     return bool(looked(lambda: override != default, False, f"{config.__name__}.{name}"))
 
 
