@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nbdist import rank_device
+from nbdist.recsys.models import OneTable
 
 SIZES = (162_541, 59_047)
 """Rows of the tables: users and movies of MovieLens 25M."""
@@ -33,19 +34,17 @@ class Clicks(nn.Module):
         return self.tower(torch.cat(found, dim=1)).squeeze(1)  # (rows,)
 
 
-class OneTable(nn.Module):
-    """The same with one table for all columns: the rows of a column follow the rows of the column before."""
+class OneTableClicks(nn.Module):
+    """The same with one table for all columns."""
 
     def __init__(self, width: int, sizes: Sequence[int] = SIZES, sparse: bool = True) -> None:
         super().__init__()
-        self.table = nn.Embedding(sum(sizes), width, sparse=sparse)
+        columns = {f"c{i}": size for i, size in enumerate(sizes)}
+        self.table = OneTable(columns, embedding_dim=width, sparse=sparse, init=nn.init.normal_)
         self.tower = Clicks(width, sizes).tower
-        starts = torch.tensor([0, *itertools.accumulate(sizes)][:-1], dtype=torch.int32)
-        self.register_buffer("starts", starts, persistent=False)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids = torch.stack([batch[f"c{i}"] for i in range(len(self.starts))], dim=1) + self.starts
-        return self.tower(self.table(ids).flatten(1)).squeeze(1)  # (rows,)
+        return self.tower(self.table(batch)).squeeze(1)  # (rows,)
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +95,7 @@ def fitted(
     module.UNROLLED = unrolled
     device_rows.FUSED = fused
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    clicks = (OneTable if one_table else Clicks)(width, sizes, sparse)
+    clicks = (OneTableClicks if one_table else Clicks)(width, sizes, sparse)
     if last_bit:
         for one in clicks.parameters():
             one.data.mul_(1 + torch.finfo(one.dtype).eps)

@@ -11,6 +11,7 @@ from torch import nn
 
 from nbdist import Session, rank_device
 from nbdist.recsys.loader import MemoryLoader, Ragged
+from nbdist.recsys.models import OneTable
 
 WARM = "from nbdist.recsys.training import fit"
 RANKS = 1
@@ -34,11 +35,26 @@ class Clicks(nn.Module):
         return self.tower(torch.cat([self.user(batch["user"]), self.movie(batch["movie"])], 1)).squeeze(1)
 
 
+class Together(nn.Module):
+    """The same with one table for both columns, which begins with the same rows."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        apart = Clicks(sparse)
+        self.table, self.tower = OneTable({"user": 500, "movie": 200}, embedding_dim=8, sparse=sparse), apart.tower
+        self.table.table.weight.data = torch.cat([apart.user.weight.data, apart.movie.weight.data])
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.tower(self.table(batch)).squeeze(1)
+
+
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return model(batch), batch["liked"]
 
 
-def fitted(gpu: Computing, sparse: bool, device: str, runs: tuple[int, ...], **options: Any) -> list[Any]:
+def fitted(
+    gpu: Computing, sparse: bool, device: str, runs: tuple[int, ...], together: bool = False, **options: Any
+) -> list[Any]:
     """Operations, waits, losses and a checksum of the weights after each of some runs of `fit`, one after the other."""
     from nbdist.recsys.parallel import device_rows
     from nbdist.recsys.sharding import replicate
@@ -46,7 +62,7 @@ def fitted(gpu: Computing, sparse: bool, device: str, runs: tuple[int, ...], **o
 
     device_rows.FUSED = False  # kernels of Triton are not imitated
     torch.manual_seed(0)
-    model = replicate(Clicks(sparse), lambda some: torch.optim.Adagrad(some, lr=0.05))
+    model = replicate((Together if together else Clicks)(sparse), lambda some: torch.optim.Adagrad(some, lr=0.05))
     train = MemoryLoader(rows(), BATCH, shuffle=True, seed=1, remainder="drop", device=device)
     found = []
     for steps in runs:
@@ -112,6 +128,27 @@ def test_training_gives_what_it_gives_on_a_cpu(session: Session, captured: bool,
         wanted, wanted_weights = other.run(trained, sparse, "cpu")
     assert losses == pytest.approx(wanted, rel=1e-5)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_one_table_learns_what_separate_ones_learn_on_a_cpu(session: Session, captured: bool, sparse: bool) -> None:
+    losses, weights = session.run(trained, sparse, "cuda", together=True, captured=captured)
+    with Session(1, devices="cpu") as other:
+        wanted, wanted_weights = other.run(trained, sparse, "cpu")
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(weights, wanted_weights, rtol=1e-4, atol=1e-6)
+
+
+def test_a_wrong_id_of_one_table_fails_an_assertion(session: Session) -> None:
+    def look() -> None:
+        with Computing():
+            table = OneTable({"user": 500, "movie": 200}).to("cuda")
+            batch = {"user": torch.tensor([500], device="cuda"), "movie": torch.tensor([0], device="cuda")}
+            table(batch)
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        session.run(look)
 
 
 def test_fp16_learns_what_fp32_learns(session: Session) -> None:

@@ -7,6 +7,7 @@ from .dlrm import DLRM
 from .hstu import HSTU
 from .multi_task import PLE, MMoE
 from .next_item import padded
+from .one_table import OneTable
 from .position_bias import PositionBias
 from .sasrec import SASRec
 from .softmax import draw_rows, hard_negatives, softmax_logits
@@ -20,6 +21,7 @@ __all__ = [
     "DCNv2",
     "DeepFM",
     "MMoE",
+    "OneTable",
     "PooledTables",
     "PositionBias",
     "SASRec",

@@ -52,7 +52,7 @@ def check_cardinalities(cardinalities: Any) -> None:
         check_count(size, least=1, name=f"`cardinalities[{name!r}]`")
 
 
-def _describe(
+def describe(
     cardinalities: Mapping[str, Cardinality], embedding_dim: int, init: Callable[[Tensor], Any] | None
 ) -> list[Table]:
     """Return a table for each column."""
@@ -114,7 +114,7 @@ class PooledTables(nn.Module):
         super().__init__()
         if mode not in ("mean", "sum"):
             raise ValueError(f"`mode` must be 'mean' or 'sum', got {mode!r}")
-        self.mode, self.tables = mode, _describe(cardinalities, embedding_dim, init)
+        self.mode, self.tables = mode, describe(cardinalities, embedding_dim, init)
         self._raw = {name for name, size in cardinalities.items() if isinstance(size, RawIds)}
         self.embedding_bags = nn.ModuleDict(
             {
@@ -186,7 +186,7 @@ class SequenceTables(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.tables = _describe(cardinalities, embedding_dim, init)
+        self.tables = describe(cardinalities, embedding_dim, init)
         self.embeddings = nn.ModuleDict(
             {
                 name: RawTable(embedding_dim, size, device)

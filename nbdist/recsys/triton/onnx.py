@@ -14,7 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -179,7 +179,14 @@ def looked_up(model: nn.Module, features: Mapping[str, Feature], predict: Predic
 def _plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the CPU, in evaluation mode. Tensors that are on the CPU are shared."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()
+    plain = copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()
+    around = nn.ModuleDict({"model": plain})
+    child: Any
+    for module in [*around.modules()]:
+        for name, child in module.named_children():
+            if hasattr(child, "apart"):  # one table for several columns, where a wrong id is another column's row
+                setattr(module, name, child.apart().eval())
+    return around["model"]
 
 
 @contextlib.contextmanager

@@ -197,6 +197,10 @@ class Computing(TorchDispatchMode):
         try:
             computed = func(*host_args, **host_kwargs)
         except (IndexError, RuntimeError) as exc:
+            if func._schema.name == "aten::_assert_async":
+                with torch.cuda.device(device):
+                    raise_on_gpu()
+                return None
             made = func(*args, **kwargs)  # in the right shape, unless the arguments do not go together
             if not any(words in str(exc) for words in _OUT_OF_BOUNDS):
                 raise
