@@ -16,7 +16,7 @@ from .tables import PooledTables, Table, describe
 
 
 class OneTable(nn.Module):
-    """A single table for several columns with one code per row: the rows of a column follow the rows of the column before.
+    """A table for several columns with one code per row: the rows of a column follow the rows of the column before.
 
     It computes what `PooledTables` computes, with one look-up and one update for all columns. On a GPU with small
     batches that is faster, because each operation takes some microseconds. For `replicate`, not for `shard`.
