@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from ..notebook.shell import cell_numbers
 from ..wire.recording import Collective
+from .calls.mismatches import first_difference
 from .calls.stacks import Frame
+from .calls.standings import Standing
 from .calls.stopping import ranks_named
-from .calls.verdicts import Standing, first_difference
 
 #: Collectives of each rank in a picture, and rows of a table.
 _MOST_BARS, _MOST_ROWS = 200, 20

@@ -28,6 +28,7 @@ from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .recorder import CollectiveRecorder
 from .sharded import whole
+from .stores import name_awaited_keys
 from .world import Membership, abort, adopt, destroy_in_background, enter_setting, process_groups, seed_everything
 
 
@@ -175,6 +176,7 @@ class Rank:
         if memory is not None:
             self._recorder = CollectiveRecorder(Recorder(memory, request.world.rank))
             self._recorder.install()
+            name_awaited_keys()
         elif self._recorder is not None:
             self._recorder.joined()
         if request.seeds is not None:

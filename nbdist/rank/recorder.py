@@ -85,6 +85,7 @@ class CollectiveRecorder:
             if method is not None:
                 setattr(c10d.ProcessGroup, name, self._wrapped(method, kind, tensor))
         c10d.Work.wait = self._wrapped_wait(c10d.Work.wait)  # type: ignore[method-assign]
+        c10d.Work.is_completed = self._wrapped_poll(c10d.Work.is_completed)  # type: ignore[method-assign]
 
     def _wrapped(self, method: Callable[..., Any], kind: str, tensor: int) -> Callable[..., Any]:
         @functools.wraps(method, updated=())
@@ -126,6 +127,20 @@ class CollectiveRecorder:
             return result
 
         return wait
+
+    def _wrapped_poll(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method, updated=())
+        def is_completed(work: Any) -> Any:
+            completed, number = method(work), self._works.get(id(work))
+            recorder = self._recorder
+            if number is not None and recorder is not None:
+                if completed:
+                    recorder.end(number)
+                else:
+                    recorder.poll(number, _thread.get_ident() == self._main)
+            return completed
+
+        return is_completed
 
     def _begin(self, recorder: Recorder, group: Any, kind: str, args: Sequence[Any], tensor: int) -> int:
         name = group.group_name

@@ -1,4 +1,4 @@
-"""Read from `/proc` what a process waits for: its CPU time, its state, the system call of each thread, locks, pipes.
+"""Read from `/proc` what a process waits for: its CPU time, its state, the system call of each thread, file locks.
 
 Nothing is known on other systems than Linux, and about processes that this process may not read.
 """
@@ -10,17 +10,18 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 #: The numbers of system calls by machine.
 _CALLS: dict[str, dict[int, str]] = {
     "x86_64": {
-        0: "read", 1: "write", 7: "poll", 20: "writev", 23: "poll", 61: "wait", 202: "futex", 232: "poll", 247: "wait",
-        270: "poll", 271: "poll", 281: "poll",
+        0: "read", 1: "write", 7: "poll", 20: "writev", 23: "poll", 45: "read", 47: "read", 61: "wait", 202: "futex",
+        232: "poll", 247: "wait", 270: "poll", 271: "poll", 281: "poll",
     },
     "aarch64": {
-        22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 95: "wait", 98: "futex", 260: "wait",
+        22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 95: "wait", 98: "futex", 207: "read",
+        212: "read", 260: "wait",
     },
 }  # fmt: skip
 #: Of these, the calls of epoll that have a descriptor first and a timeout fourth.
@@ -31,8 +32,8 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _LOCK = re.compile(r"^(\d+):( +->)? \w+ +\w+ +\w+ +(\d+) ")
 #: A descriptor that epoll watches, in `/proc/PID/fdinfo`.
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.M)
-#: The access mode of an open file in `/proc/PID/fdinfo`, in octal.
-_FLAGS = re.compile(r"^flags:\s*(\d+)", re.M)
+#: The signals that a process handles, as the bits of a number, in `/proc/PID/status`.
+_HANDLED = re.compile(r"^SigCgt:\s*(\w+)", re.M)
 
 
 class Use(NamedTuple):
@@ -57,7 +58,7 @@ def use(pid: int) -> Use | None:
 def threads(pid: int) -> dict[int, str]:
     """Return the state of each thread of a process, by thread number."""
     found = {}
-    for thread in _listed(f"/proc/{pid}/task"):
+    for thread in listed(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
             found[int(thread)] = file.read().rpartition(b")")[2].split()[0].decode()
     return found
@@ -83,7 +84,7 @@ def at_rest(pid: int) -> bool:
 def children(pid: int) -> list[int]:
     """Return the pids of the child processes of a process."""
     found: list[int] = []
-    for thread in _listed(f"/proc/{pid}/task"):
+    for thread in listed(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
             found += map(int, file.read().split())
     return found
@@ -105,6 +106,8 @@ class SystemCall(NamedTuple):
     name here."""
     fd: int
     """The descriptor that the call reads or writes, or of an epoll without a timeout; -1 for other calls."""
+    private: bool = False
+    """True for a wait for a lock that only threads of the same process can release."""
 
 
 def call(pid: int, thread: int) -> SystemCall | None:
@@ -117,11 +120,20 @@ def call(pid: int, thread: int) -> SystemCall | None:
         if name == "futex":
             # FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private memory and the clock.
             forever = values[1] & 0x7F in (0, 9) and values[3] == 0
-            return SystemCall("futex_forever" if forever else "futex", -1)
+            return SystemCall("futex_forever" if forever else "futex", -1, bool(values[1] & 0x80))
         epoll = int(number) in _EPOLL.get(platform.machine(), ()) and values[3] & 0xFFFFFFFF == 0xFFFFFFFF
         return SystemCall(name, values[0] if epoll or name in ("read", "write", "writev") else -1)
     except (OSError, ValueError, IndexError):
         return None
+
+
+def watched(pid: int, epoll: int) -> list[int]:
+    """Return the descriptors for which a process waits in an epoll; none if they are not known."""
+    try:
+        with open(f"/proc/{pid}/fdinfo/{epoll}") as file:
+            return [int(fd) for fd in _WATCHED.findall(file.read())]
+    except OSError:
+        return []
 
 
 def for_one_descriptor(pid: int) -> bool:
@@ -130,13 +142,27 @@ def for_one_descriptor(pid: int) -> bool:
     In an event loop of `asyncio`, this is the end of a pair of sockets by which other threads of the process wake it.
     """
     now = call(pid, pid)
-    if now is None or now.name != "poll" or now.fd < 0:
-        return False
+    return now is not None and now.name == "poll" and now.fd >= 0 and len(watched(pid, now.fd)) == 1
+
+
+def handled_signals(pid: int) -> set[int]:
+    """Return the numbers of the signals for which a process has a handler; none if they are not known."""
     try:
-        with open(f"/proc/{pid}/fdinfo/{now.fd}") as file:
-            return len(_WATCHED.findall(file.read())) == 1
+        with open(f"/proc/{pid}/status") as file:
+            found = _HANDLED.search(file.read())
     except OSError:
-        return False
+        return set()
+    bits = 0 if found is None else int(found[1], 16)
+    return {number + 1 for number in range(bits.bit_length()) if bits >> number & 1}
+
+
+def thread_name(pid: int, thread: int) -> str:
+    """Return the name of a thread in the system; empty if it is not known."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def stands_still(pid: int) -> bool:
@@ -178,61 +204,7 @@ def lock_holder(path: str) -> int:
     return -1 if held is None else int(held[1])
 
 
-#: The system calls in which a thread that is at rest goes on only when another process or thread does something.
-_WITHOUT_TIMEOUT = ("read", "write", "writev", "wait", "futex_forever")
-
-
-def full_pipe(pid: int, below: Iterable[int]) -> int | None:
-    """Return a process that writes into a full pipe which only `pid` could read, although `pid` waits; None if there is
-    none.
-
-    Args:
-        pid: A process that is at rest.
-        below: The other processes that may write to the pipe, or have it open for reading: the processes that `pid`
-            has started.
-    """
-    main = call(pid, pid)
-    if main is None or main.name not in _WITHOUT_TIMEOUT:  # it may read later
-        return None
-    family = (pid, *below)
-    for writer in family:
-        for pipe in _written_pipes(writer):
-            readers = [one for one in family if _reads(one, pipe)]
-            if pid in readers and all(one == pid or _is_stuck(one, pipe) for one in readers):
-                return writer
-    return None
-
-
-def _written_pipes(pid: int) -> set[str]:
-    """Return the pipes to which threads of a process are writing."""
-    calls = [call(pid, thread) for thread in threads(pid)]
-    written = {one.fd for one in calls if one is not None and one.name in ("write", "writev")}
-    found = set()
-    for fd in written:
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return {name for name in found if name.startswith("pipe:")}
-
-
-def _is_stuck(pid: int, pipe: str) -> bool:
-    """Return whether a process can never read a pipe, because its threads wait for locks or write to this pipe."""
-    calls = [call(pid, thread) for thread in threads(pid)]
-    waits = all(one is not None and one.name in ("futex_forever", "write", "writev") for one in calls)
-    return bool(calls) and waits and _written_pipes(pid) == {pipe}
-
-
-def _reads(pid: int, pipe: str) -> bool:
-    """Return whether a process has the reading end of a pipe open."""
-    for fd in _listed(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/{fd}") == pipe:
-                with open(f"/proc/{pid}/fdinfo/{fd}") as file:
-                    flags = _FLAGS.search(file.read())
-                if flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY:
-                    return True
-    return False
-
-
-def _listed(folder: str) -> Iterator[str]:
+def listed(folder: str) -> Iterator[str]:
+    """Return the names in a folder of `/proc`; none if it cannot be read."""
     with contextlib.suppress(OSError):
         yield from os.listdir(folder)

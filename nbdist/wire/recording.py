@@ -62,6 +62,8 @@ class Collective(NamedTuple):
     raised: bool
     tag: int = 0
     """The tag of a point-to-point operation; 0 for collectives."""
+    polled: float | None = None
+    """The time of the last call of `is_completed`, if it returned False and the end is not known."""
 
     def what(self) -> str:
         """Describe the collective, such as "all_reduce of 1,000 float32"."""
@@ -150,6 +152,11 @@ class Recorder:
     def enter(self, number: int, main_thread: bool) -> None:
         """Record that this thread waits for the end of the collective."""
         self._flag(number, _WAITS | (0 if main_thread else _OTHER_THREAD), _WAITS | _OTHER_THREAD)
+
+    def poll(self, number: int, main_thread: bool) -> None:
+        """Record that this thread has found the collective unfinished. A time of the end below 0 means this."""
+        _END.pack_into(self._memory, _place(number) + _END_AT, -time.monotonic())
+        self._flag(number, 0 if main_thread else _OTHER_THREAD, _OTHER_THREAD)
 
     def end(self, number: int, raised: bool = False) -> None:
         """Record the end of the collective."""
@@ -244,7 +251,8 @@ def _collective(entry: Sequence[float], texts: Mapping[int, str]) -> Collective:
         file=texts.get(int(file), ""),
         line=int(line),
         begin=begin,
-        end=end or None,
+        end=end if end > 0 else None,
+        polled=-end if end < 0 else None,
         waits=bool(int(flags) & _WAITS),
         main_thread=not int(flags) & _OTHER_THREAD,
         raised=bool(int(flags) & _RAISED),

@@ -1,5 +1,6 @@
-"""A channel to a rank that works while its main thread is busy. A thread answers with the Python stack of the main
-thread, and carries out orders, for example to abort the collectives in which the main thread waits. Both ends.
+"""A channel to a rank that works while its main thread is busy. A thread answers with the Python stacks of the main
+thread and of the others, and carries out orders, for example to abort the collectives in which the main thread waits.
+Both ends.
 
 `faulthandler` alone works at any moment, but it reads frames that a thread may be changing, and can crash a rank that
 runs Python code (python/cpython#116008; with 3.13 a few requests are enough). So a thread of the rank answers: while it
@@ -19,6 +20,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -41,10 +43,10 @@ _ANSWER = struct.Struct("<ccI")
 PATIENCE = 1.0
 #: Seconds that an order waits for a rank that takes none: C code has its GIL, or it is stopped.
 _PATIENCE_TO_ORDER = 1.0
-#: The end of the file with the function `acquire` of the package `filelock`.
-FILELOCK = os.path.join("filelock", "_api.py")
-#: Frames of a stack that are sent, innermost first.
-_MOST = 100
+#: The ends of two files: of `filelock`, with its function `acquire`; of nbdist, with the waits for keys of a store.
+FILELOCK, STORE = os.path.join("filelock", "_api.py"), os.path.join("rank", "stores.py")
+#: Frames of the main thread's stack that are sent, innermost first; frames of each other thread, and such threads.
+_MOST, _MOST_OF_OTHERS, _MOST_THREADS = 100, 10, 100
 
 
 def ask(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> str:
@@ -154,7 +156,7 @@ def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> Non
                     what, arguments = pickle.loads(order)
                     actions[what](*arguments)
                 continue
-            text = _written(sys._current_frames().get(main)).encode(errors="backslashreplace")
+            text = _of_all_threads(main).encode(errors="backslashreplace")
             data = _ANSWER.pack(b"\0", question, len(text)) + text
             while data:
                 data = data[os.write(fd, data) :]
@@ -170,21 +172,39 @@ def read(fd: int, size: int) -> bytes:
     return data
 
 
-def _written(frame: FrameType | None) -> str:
+def _of_all_threads(main: int) -> str:
+    """Return the stack of the thread `main`, then the stacks of the other threads, each with the thread's number in the
+    system, or -1 if the number is not known.
+    """
+    frames = sys._current_frames()
+    own = _thread.get_ident()
+    numbers = {ident: one.native_id for ident, one in list(getattr(threading, "_active", {}).items())}
+    numbers[own] = _thread.get_native_id()
+    text = _written(frames.pop(main, None), _MOST)
+    for ident, frame in list(frames.items())[:_MOST_THREADS]:
+        text += f"Thread {numbers.get(ident) or -1} (most recent call first):\n{_written(frame, _MOST_OF_OTHERS)}"
+    return text
+
+
+def _written(frame: FrameType | None, most: int) -> str:
     lines: list[str] = []
-    while frame is not None and len(lines) < _MOST:
+    while frame is not None and len(lines) < most:
         code = frame.f_code
-        lock = _filelock(frame) if code.co_filename.endswith(FILELOCK) and code.co_name == "acquire" else ""
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}{lock}\n')
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}{_awaited(frame)}\n')
         frame = frame.f_back
     return "".join(lines)
 
 
-def _filelock(frame: FrameType) -> str:
-    """Return the end of a function's name that names the lock of the package `filelock` for which the function waits;
-    empty if the wait has a limit. The function tries again and again, so the system does not know that it waits.
+def _awaited(frame: FrameType) -> str:
+    """Return the end of a function's name that names what the function waits for: the lock of the package `filelock`,
+    or the key of a store; empty if the wait has a limit. `filelock` tries again and again, and so do some stores, so
+    the system does not know that they wait.
     """
+    code = frame.f_code
     with contextlib.suppress(Exception):  # another version of the package
-        if frame.f_locals["timeout"] < 0 and frame.f_locals["blocking"] is not False:
-            return f" of {frame.f_locals['self'].lock_file}"
+        if code.co_filename.endswith(FILELOCK) and code.co_name == "acquire":
+            if frame.f_locals["timeout"] < 0 and frame.f_locals["blocking"] is not False:
+                return f" of {frame.f_locals['self'].lock_file}"
+        elif code.co_filename.endswith(STORE) and (keys := frame.f_locals["awaited"]()):
+            return f" of {keys}"
     return ""

@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from nbdist import NbdistError, RankStuck, Session
 from nbdist.kernel.calls import hangs
-from nbdist.kernel.calls.verdicts import Standing, Verdict, verdict
+from nbdist.kernel.calls.stacks import Frame
+from nbdist.kernel.calls.standings import Standing
+from nbdist.kernel.calls.states import Seen, state
+from nbdist.kernel.calls.verdicts import Verdict, verdict
 from nbdist.kernel.session import executor_of
 from nbdist.system import waits
 from nbdist.wire.recording import Collective
@@ -220,6 +225,130 @@ def awaits_a_thread() -> None:
         asyncio.run(asyncio.to_thread(meet))
 
 
+def reads_an_empty_pipe() -> None:
+    if dist.get_rank() == 1:
+        read, write = os.pipe()
+        os.read(read, 1)
+        os.close(write)
+    dist.barrier()
+
+
+def reads_a_connection() -> None:
+    if dist.get_rank() == 0:
+        here, there = multiprocessing.Pipe()
+        here.recv()
+        there.close()
+
+
+def reads_a_one_way_connection() -> None:
+    if dist.get_rank() == 0:
+        here, there = multiprocessing.Pipe(duplex=False)
+        here.recv()
+        there.close()
+
+
+def reads_a_pair_of_sockets() -> None:
+    if dist.get_rank() == 2:
+        here, there = socket.socketpair()
+        here.recv(1)
+        there.close()
+    dist.barrier()
+
+
+def gets_from_an_empty_queue() -> None:
+    if dist.get_rank() == 0:
+        queue.Queue().get()
+    dist.barrier()
+
+
+def gets_from_an_empty_simple_queue() -> None:
+    if dist.get_rank() == 0:
+        queue.SimpleQueue().get()
+
+
+def gets_from_the_queue_of_a_process() -> None:
+    if dist.get_rank() == 0:
+        items = multiprocessing.get_context("fork").Queue()
+        items.put(1)
+        items.get()
+        items.get()
+
+
+def waits_for_an_event() -> None:
+    if dist.get_rank() == 2:
+        threading.Event().wait()
+    dist.all_reduce(torch.ones(1))
+
+
+def waits_after_it_has_used_a_loader() -> None:
+    """torch's loaders leave a handler of SIGCHLD."""
+    if dist.get_rank() == 0:
+        list(DataLoader(torch.ones(4), num_workers=1, multiprocessing_context="fork"))
+        threading.Event().wait()
+
+
+def waits_for_a_semaphore() -> None:
+    if dist.get_rank() == 1:
+        threading.Semaphore(0).acquire()
+
+
+def takes_a_lock_twice() -> None:
+    lock = threading.Lock()
+    with lock:
+        if dist.get_rank() == 1:
+            lock.acquire()
+
+
+def takes_locks_in_two_orders() -> None:
+    locks, both = [threading.Lock(), threading.Lock()], threading.Barrier(2)
+
+    def take(first: int) -> None:
+        with locks[first]:
+            both.wait()
+            with locks[1 - first]:
+                pass
+
+    if dist.get_rank() == 1:
+        threading.Thread(target=take, args=(1,), daemon=True).start()
+        take(0)
+
+
+def awaits_an_event() -> None:
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    if dist.get_rank() == 1:
+        asyncio.run(wait())
+
+
+def waits_for_a_fifo_of_a_rank_that_waits(path: str) -> None:
+    if dist.get_rank() == 0:
+        with open(path, "rb") as file:
+            file.read(1)
+    elif dist.get_rank() == 1:
+        with open(path, "wb"):
+            dist.recv(torch.ones(1), 0)
+
+
+def gets_a_key_that_nobody_sets() -> None:
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().get("mine")
+    dist.barrier()
+
+
+def waits_for_a_key_that_nobody_sets() -> None:
+    if dist.get_rank() == 1:
+        dist.PrefixStore("mine", dist.distributed_c10d._get_default_store()).wait(["one", "two"])
+
+
+def polls_a_collective() -> None:
+    if dist.get_rank() == 1:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.05)
+
+
 #: What the ranks do, the class of the verdict, what is said of why it cannot end.
 HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
     (
@@ -292,7 +421,56 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
         ["a pipe is full, and only rank 2 could read it"],
     ),
     (a_full_pipe_of_its_own, "full pipe", ["a pipe is full, and only rank 2 could read it"]),
+    (
+        reads_an_empty_pipe,
+        "nothing comes",
+        ["only rank 1 itself could write into the pipe, and all of"],
+    ),
+    (reads_a_connection, "nothing comes", ["only rank 0 itself could write into the pipe"]),
+    (reads_a_one_way_connection, "nothing comes", ["only rank 0 itself could write into the pipe"]),
+    (reads_a_pair_of_sockets, "nothing comes", ["only rank 2 itself could write into the pipe"]),
+    (
+        gets_from_an_empty_queue,
+        "nothing comes",
+        ["only a thread of rank 0 could release the lock"],
+    ),
+    (gets_from_an_empty_simple_queue, "nothing comes", ["only a thread of rank 0 could", "all of them wait"]),
+    (gets_from_the_queue_of_a_process, "nothing comes", ["only rank 0 itself could write into the pipe"]),
+    (waits_for_an_event, "nothing comes", ["only a thread of rank 2 could"]),
+    (waits_after_it_has_used_a_loader, "nothing comes", ["only a thread of rank 0 could"]),
+    (waits_for_a_semaphore, "nothing comes", ["only a thread of rank 1 could"]),
+    (takes_a_lock_twice, "nothing comes", ["only a thread of rank 1 could"]),
+    (takes_locks_in_two_orders, "nothing comes", ["only a thread of rank 1 could"]),
+    (awaits_an_event, "nothing comes", ["only a thread of rank 1 could"]),
+    (
+        gets_a_key_that_nobody_sets,
+        "nothing comes",
+        ["no rank has set the key for which rank 1", "rank 0 waits in"],
+    ),
+    (waits_for_a_key_that_nobody_sets, "nothing comes", ["no rank has set the key", "rank 0 has returned"]),
+    (
+        polls_a_collective,
+        "missing rank",
+        [f"rank 1 stands in its 1st, all_reduce of 5 float32 at {line_of(polls_a_collective, 2)}, and rank 0 has"],
+    ),
 ]
+#: The lines at which these ranks wait: what the cell shows of them names it.
+WAITS_AT = {
+    reads_an_empty_pipe: 3,
+    reads_a_connection: 3,
+    reads_a_one_way_connection: 3,
+    reads_a_pair_of_sockets: 3,
+    gets_from_an_empty_queue: 2,
+    gets_from_an_empty_simple_queue: 2,
+    gets_from_the_queue_of_a_process: 5,
+    waits_for_an_event: 2,
+    waits_for_a_semaphore: 2,
+    takes_a_lock_twice: 4,
+    takes_locks_in_two_orders: 6,
+    awaits_an_event: 5,
+    gets_a_key_that_nobody_sets: 2,
+    waits_for_a_key_that_nobody_sets: 2,
+}
 
 
 @pytest.mark.long("waits for one verdict after the other")
@@ -307,6 +485,7 @@ def test_a_hang_is_named(
     assert found is not None
     assert found.kind == kind, found
     assert all(word in found.why for word in words), found.why
+    assert fn not in WAITS_AT or f" at {line_of(fn, WAITS_AT[fn])}" in found.doing, found.doing
     assert str(caught.value).startswith(f"{found}\n\n")
     assert session.run_all(dist.get_rank) == [0, 1, 2]
 
@@ -334,6 +513,13 @@ def test_a_lock_that_is_tried_again_and_again(session: Session, tmp_path: Path) 
 def test_the_lock_of_a_file(session: Session, tmp_path: Path) -> None:
     with pytest.raises(RankStuck, match="waits for the lock of a file that rank 1 holds, and rank 1 waits in barrier"):
         session.run(the_lock_of_a_file, str(tmp_path / "lock"))
+
+
+@pytest.mark.long("waits for one verdict after the other")
+def test_a_fifo_of_a_rank_that_waits(session: Session, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(RankStuck, match="only rank 1 could write into the pipe that rank 0 reads, and rank 1 waits in"):
+        session.run(waits_for_a_fifo_of_a_rank_that_waits, str(tmp_path / "fifo"))
 
 
 def test_a_rank_that_takes_no_part(session: Session) -> None:
@@ -393,6 +579,82 @@ def wait_for_a_child(go: str) -> None:
     subprocess.run([sys.executable, "-c", f"import os, time\nwhile not os.path.exists({go!r}): time.sleep(0.05)"])
 
 
+def read_the_pipe_of_a_child(go: str) -> None:
+    code = f"import os, time\nwhile not os.path.exists({go!r}): time.sleep(0.05)\nprint('go')"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.read() == b"go\n"
+    child.wait()
+
+
+def read_a_pipe_that_a_child_keeps_open(go: str) -> None:
+    read, write = os.pipe()
+    code = f"import os, time\nwhile not os.path.exists({go!r}): time.sleep(0.05)"
+    subprocess.Popen([sys.executable, "-c", code], pass_fds=[write])
+    os.close(write)
+    assert os.read(read, 1) == b""
+    os.wait()
+
+
+def read_a_pipe_that_a_thread_writes(go: str) -> None:
+    here, there = multiprocessing.Pipe()
+    threading.Thread(target=lambda: there.send(sleep(go)), daemon=True).start()
+    here.recv()
+
+
+def wait_for_a_timer(go: str) -> None:
+    while not os.path.exists(go):
+        event = threading.Event()
+        threading.Timer(2.0, event.set).start()
+        event.wait()
+
+
+def wait_for_the_handler_of_a_signal(go: str) -> None:
+    event = threading.Event()
+    signal.signal(signal.SIGALRM, lambda *_: event.set())
+    while not os.path.exists(go):
+        event.clear()
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
+        event.wait()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def read_a_fifo_that_others_may_open(go: str) -> None:
+    os.mkfifo(go + ".fifo")
+    with open(go + ".fifo", "r+b", buffering=0) as file:
+        file.read(1)
+
+
+def wait_for_the_lock_of_a_child(go: str) -> None:
+    fork = multiprocessing.get_context("fork")
+    lock, taken = fork.Lock(), fork.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            sleep(go)
+
+    child = fork.Process(target=hold)
+    child.start()
+    taken.wait()
+    lock.acquire()
+    child.join()
+
+
+def wait_for_a_stranger(go: str) -> None:
+    """Wait for a program that connects to a socket of the rank."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(go + ".sock")
+        listener.listen()
+        listener.accept()
+
+
+def get_a_key_with_a_limit(go: str) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    while not os.path.exists(go):
+        with contextlib.suppress(RuntimeError):
+            store.wait(["never"], timedelta(seconds=2))
+
+
 class Slow(Dataset[int]):
     """Rows that take their time."""
 
@@ -438,6 +700,15 @@ def sleep_in_a_model(go: str) -> None:
         load_slowly,
         wait_for_a_strangers_lock,
         sleep_in_a_model,
+        read_the_pipe_of_a_child,
+        read_a_pipe_that_a_child_keeps_open,
+        read_a_pipe_that_a_thread_writes,
+        wait_for_a_timer,
+        wait_for_the_handler_of_a_signal,
+        read_a_fifo_that_others_may_open,
+        wait_for_the_lock_of_a_child,
+        wait_for_a_stranger,
+        get_a_key_with_a_limit,
     ],
 )
 def test_a_slow_rank_is_not_a_hang(
@@ -456,8 +727,18 @@ def test_a_slow_rank_is_not_a_hang(
         future = session.submit(one_is_slow)
         assert poll(lambda: len(asked) >= 3 or future.done())
         go.touch()
+    release(str(go))
     assert future.result() == 5
     assert set(asked) == {None}
+
+
+def release(go: str) -> None:
+    """Do what the ranks of the last two kinds wait for."""
+    if os.path.exists(go + ".fifo"):
+        Path(go + ".fifo").write_bytes(b"1")
+    if os.path.exists(go + ".sock"):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(go + ".sock")
 
 
 def test_a_rank_that_computes_is_not_even_asked(
@@ -553,7 +834,7 @@ def test_a_thread_that_wakes_for_a_moment_is_at_rest(monkeypatch: pytest.MonkeyP
     """On a busy machine a thread that polls is found waiting for a core; three verdicts of 60 came late by that."""
     barrier = Collective(1, "barrier", "0", [0, 1], 1, -1, "", -1, "x.py", 1, 0.0, None, True, True, False)
     own = Standing(0, "returned", begun=[barrier])
-    frames = [hangs.Frame("x.py", "1", "train")]
+    frames = [Frame("x.py", "1", "train")]
     for states, expected in (
         ([{1: "S", 2: "R"}, {1: "S", 2: "S"}], "collective"),
         ([{1: "S", 2: "R"}, {1: "R", 2: "S"}], "collective"),
@@ -562,7 +843,7 @@ def test_a_thread_that_wakes_for_a_moment_is_at_rest(monkeypatch: pytest.MonkeyP
     ):
         looks = iter(states)
         monkeypatch.setattr(waits, "threads", lambda _, looks=looks: next(looks))
-        assert hangs._state(-1, frames, own, [])[0] == expected, states
+        assert state(own, Seen(-1, frames), []).state == expected, states
 
 
 def test_a_rank_that_is_found_running_but_uses_no_time_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

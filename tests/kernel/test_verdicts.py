@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.kernel.calls.verdicts import Standing, first_difference, verdict
+from nbdist.kernel.calls.mismatches import first_difference
+from nbdist.kernel.calls.standings import Standing
+from nbdist.kernel.calls.verdicts import verdict
 from nbdist.wire.recording import Collective
 
 
@@ -45,6 +47,11 @@ def waits(rank: int, *begun: Collective, state: str = "collective", **fields: An
 
 def returned(rank: int, *begun: Collective, state: str = "returned") -> Standing:
     return replace(waits(rank, *begun), state=state, doing="", seconds=0.0)
+
+
+def awaits(rank: int, what: str, *wakers: int) -> Standing:
+    doing = f"waits for its {what} at train.py:3"
+    return Standing(rank, "nothing comes", doing=doing, seconds=12.0, awaits=what, wakers=frozenset(wakers))
 
 
 ONE, TWO = collective(1), collective(2)
@@ -161,6 +168,33 @@ HANGS: dict[str, tuple[list[Standing], str, list[str]]] = {
     "a loader": ([waits(0, state="loader"), waits(1, stands(1))], "loader", ["a worker of rank 0's data loader"]),
     "a pipe": ([waits(0, state="pipe"), waits(1, stands(1))], "full pipe", ["a pipe is full"]),
     "a rank alone, at a pipe": ([waits(0, state="pipe")], "full pipe", ["only rank 0 could read it"]),
+    "a lock of its own": (
+        [awaits(0, "lock"), returned(1)],
+        "nothing comes",
+        ["only a thread of rank 0 could release the lock, set the event or fill the queue, and all of them wait"],
+    ),
+    "a lock of its own, beside a collective on all others": (
+        [awaits(0, "lock"), waits(1, stands(1, ranks=[1, 2])), waits(2, stands(1, ranks=[1, 2]))],
+        "nothing comes",
+        ["only a thread of rank 0"],
+    ),
+    "a pipe of its own": (
+        [waits(0, stands(1)), awaits(1, "pipe")],
+        "nothing comes",
+        ["only rank 1 itself could write into the pipe"],
+    ),
+    "a pipe of a rank in a collective": (
+        [awaits(0, "pipe", 1), waits(1, stands(1))],
+        "nothing comes",
+        ["only rank 1 could write into the pipe that rank 0 reads, and rank 1 waits in all_reduce at train.py:1"],
+    ),
+    "two ranks that read each other's pipe": (
+        [awaits(0, "pipe", 1), awaits(1, "pipe", 0)],
+        "nothing comes",
+        ["only rank 1 could write into the pipe that rank 0 reads, and rank 1 waits for its pipe"],
+    ),
+    "a key": ([awaits(0, "key", 1), returned(1)], "nothing comes", ["no rank has set the key", "rank 1 has returned"]),
+    "a key, on one rank alone": ([awaits(0, "key")], "nothing comes", ["there is no other rank"]),
     "stopped": ([waits(0, stands(1)), waits(1, state="stopped")], "stopped", ["rank 1 was stopped by a signal"]),
 }
 
@@ -183,6 +217,23 @@ ALIVE: dict[str, list[Standing]] = {
     "the lock of a file that no rank of the call holds": [waits(0, state="file lock"), returned(1)],
     "the lock of a file of a rank that has returned": [returned(0), waits(1, state="file lock", holder=0)],
     "sizes that may differ": [waits(0, stands(1, "all_to_all")), waits(1, stands(1, "all_to_all", elements=9))],
+    "a pipe of a rank whose collective will end": [
+        awaits(0, "pipe", 1),
+        waits(1, stands(1, ranks=[1, 2])),
+        waits(2, stands(1, ranks=[1, 2])),
+    ],
+    "a pipe of a rank that reads the pipe of one whose collective will end": [
+        awaits(0, "pipe", 1),
+        awaits(1, "pipe", 2),
+        waits(2, stands(1, ranks=[2, 3])),
+        waits(3, stands(1, ranks=[2, 3])),
+    ],
+    "a pipe of a rank that has returned, and has a thread": [
+        awaits(0, "pipe", 1),
+        replace(returned(1), active=True),
+    ],
+    "a key that a thread of a rank that has returned may set": [awaits(0, "key", 1), replace(returned(1), active=True)],
+    "a pipe of a rank in the same step of DDP as the third": [awaits(0, "pipe", 1), waits(1, state="runs"), waits(2)],
     "a rank that has begun the same, and has returned": [waits(0, stands(1)), returned(1, collective(1))],
 }
 

@@ -11,6 +11,7 @@ from ...engines.contract import Ranks
 from ...notebook.shell import cell_numbers
 from ...system.source_files import LIBRARY_FOLDERS, PACKAGE
 
+_THREAD = re.compile(r"^Thread (-?\d+) \(", re.M)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
 #: Files of the rank's own loop. The frames of the function that it runs are above these.
 _OWN = tuple(os.path.join(PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
@@ -50,6 +51,18 @@ def take(ranks: Ranks, pending: Container[int] | None = None) -> dict[int, list[
     numbers = range(len(ranks.pids))
     found = ranks.stacks([rank for rank in numbers if pending is None or rank in pending])
     return {rank: main_thread(found[rank]) if rank in found else None for rank in numbers}
+
+
+def other_threads(dump: str) -> list[tuple[int, list[Frame]]] | None:
+    """Parse a rank's answer: the other threads that run Python code, each with its number in the system (-1: not known)
+    and its innermost frames. None if the answer does not name them.
+    """
+    _, *parts = _THREAD.split(dump)
+    threads = [
+        (int(number), [Frame(**match.groupdict()) for match in _FRAME.finditer(text)])
+        for number, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    return threads or None
 
 
 def main_thread(dump: str) -> list[Frame]:

@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ...wire.recording import OF_TWO, Collective
+from .mismatches import Found, difference, missing, missing_ranks, of_two, unrecorded
+from .standings import Standing
 from .stopping import ranks_named
-
-#: Collectives that need a tensor of the same size and type from each rank.
-_SAME_SIZE = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"}
-
-SAME_STEPS = (
-    "let all ranks make the same collectives in the same order: not under `if rank == 0`, and in a loop with as many "
-    "batches on each rank (nbdist.recsys.loader's loaders and `equal_steps` see to that)"
-)
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The known state of a rank."""
-
-    rank: int
-    state: str
-    """
-    - "returned", or "absent": takes no part in the call
-    - "runs": runs, or may go on without another rank, for example after a sleep; also if nothing is known
-    - "collective": waits for other ranks
-    - "lock": waits for a lock of its own process, without a timeout
-    - "file lock": waits for the lock of a file
-    - "loader": waits for a worker of its data loader that will not answer
-    - "pipe": the rank or its child writes into a full pipe that only the rank can read
-    - "stopped": stopped by a signal
-    """
-    doing: str = ""
-    """The state in words, such as "waits in all_reduce at Cell In[3], line 5"."""
-    seconds: float = 0.0
-    """The time in this state."""
-    begun: Sequence[Collective] = ()
-    """The last collectives that the rank has begun, if they are recorded."""
-    places: Mapping[int, str] = field(default_factory=dict)
-    """The lines that called these collectives, by the number of the collective."""
-    holder: int | None = None
-    """The rank that holds the file lock."""
-
-    @property
-    def stands_in(self) -> list[Collective]:
-        """The collectives in which threads of the rank wait."""
-        return [one for one in self.begun if one.waits]
-
-    def calls(self, one: Collective) -> str:
-        """Describe one of the rank's collectives, with its peer and the line that called it."""
-        toward = {"s": " to", "i": " to", "r": " from"}[one.kind[0]] if one.kind in OF_TWO else " by"
-        toward = " from" if one.kind == "irecv" else toward
-        peer = "" if one.peer < 0 else f"{toward} rank {one.peer}"
-        peer += f" with tag {one.tag}" if one.tag else ""
-        place = self.places.get(one.number, "")
-        return f"{one.what()}{peer}" + (f" at {place}" if place else "")
 
 
 @dataclass(frozen=True)
@@ -92,7 +43,7 @@ def verdict(standings: Sequence[Standing]) -> Verdict | None:
 def _all_doing(standings: Sequence[Standing]) -> str:
     alike: dict[str, list[Standing]] = {}
     for one in standings:
-        alike.setdefault(_elsewhere(one), []).append(one)
+        alike.setdefault(one.elsewhere(), []).append(one)
     lines = []
     for what, those in alike.items():
         each = "each of " if len(those) > 1 else ""
@@ -101,11 +52,7 @@ def _all_doing(standings: Sequence[Standing]) -> str:
     return "; ".join(lines)
 
 
-#: The result of an explanation: the reason why the call cannot end, and advice. None if it does not apply.
-_Found = tuple[str, str] | None
-
-
-def _stopped(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+def _stopped(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
     stopped = [one.rank for one in pending if one.state == "stopped"]
     if not stopped:
         return None
@@ -116,7 +63,7 @@ def _stopped(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Fou
     )
 
 
-def _pipe(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+def _pipe(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
     for one in pending:
         if one.state == "pipe":
             return (
@@ -126,7 +73,7 @@ def _pipe(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
     return None
 
 
-def _loader(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+def _loader(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
     for one in pending:
         if one.state == "loader":
             return (
@@ -137,7 +84,7 @@ def _loader(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
     return None
 
 
-def _file_lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+def _file_lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
     waiting = {one.rank for one in pending}
     for one in pending:
         if one.state == "file lock" and one.holder in waiting:
@@ -150,7 +97,7 @@ def _file_lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _F
     return None
 
 
-def _lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+def _lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
     for one in pending:
         threads = [c for c in one.stands_in if not c.main_thread]
         if one.state == "lock" and threads:
@@ -162,136 +109,67 @@ def _lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
     return None
 
 
-def _difference(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
-    for ranks, group in _groups(pending).items():
-        ways = first_difference([standings[rank] for rank in ranks], group)
-        if not ways:
-            continue
-        number = next(iter(ways.values())).place_in_group
-        calls: dict[str, list[int]] = {}
-        for rank, one in ways.items():
-            calls.setdefault(standings[rank].calls(one), []).append(rank)
-        texts = "; ".join(f"{ranks_named(who)} in {what}" for what, who in calls.items())
-        kinds = {one.kind for one in ways.values()}
-        advice = SAME_STEPS if len(kinds) > 1 else "give the same sizes, types and roots on all ranks"
-        return f"{_whose(ranks, standings)} {_th(number)} collective is not the same on all of them: {texts}", advice
-    return None
+#: By `Standing.awaits`: the reason if only the rank itself could end the wait, the reason if other ranks could, advice.
+_AWAITED = {
+    "lock": (
+        "only a thread of rank {rank} could release the lock, set the event or fill the queue, and all of them wait",
+        "only {wakers} could end the wait of rank {rank}'s threads, and {others}",
+        "let a thread that goes on do that before the wait; a lock that the same thread takes twice has to be a "
+        "threading.RLock",
+    ),
+    "pipe": (
+        "only rank {rank} itself could write into the pipe, and all of its threads wait",
+        "only {wakers} could write into the pipe that rank {rank} reads, and {others}",
+        "write before the read, and close the writing end in each process that does not write: then the read ends",
+    ),
+    "key": (
+        "",
+        "no rank has set the key for which rank {rank} waits, and {others}",
+        "set the key before the wait for it",
+    ),
+}
 
 
-def _groups(pending: Iterable[Standing]) -> dict[tuple[int, ...], str]:
-    """Return the process groups in which ranks wait: names by members."""
-    return {
-        tuple(sorted(c.ranks)): c.group for one in pending for c in one.stands_in if c.kind not in OF_TWO and c.ranks
-    }
-
-
-def first_difference(standings: Sequence[Standing], group: str) -> dict[int, Collective]:
-    """Return, by rank, the first collectives of a process group that have the same number and do not match."""
-    by_rank = {
-        one.rank: {c.place_in_group: c for c in one.begun if c.group == group and c.place_in_group} for one in standings
-    }
-    for number in sorted({number for own in by_rank.values() for number in own}):
-        those = {rank: own[number] for rank, own in by_rank.items() if number in own}
-        if len({_shape(one) for one in those.values()}) > 1:
-            return those
-    return {}
-
-
-def _shape(one: Collective) -> tuple[object, ...]:
-    """Return the properties of a collective that must be equal on all ranks."""
-    return (one.kind, one.peer, *((one.elements, one.dtype) if one.kind in _SAME_SIZE else ()))
-
-
-def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+def _nothing_comes(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
+    stuck = _stuck(standings)
     for one in pending:
-        for c in one.stands_in:
-            if c.kind not in OF_TWO:
-                continue
-            receives = "recv" in c.kind
-            others = [standings[c.peer]] if 0 <= c.peer < len(standings) else [o for o in standings if o is not one]
-            if any(_answers(other, one.rank, c) for other in others):
-                continue
-            texts = "; ".join(f"rank {other.rank} {_elsewhere(other)}" for other in others)
-            verb = "receives" if receives else "sends"
-            return f"rank {one.rank} {verb} in {one.calls(c)}, and {texts}", (
-                "let each send have its recv on the other rank: where both send first, or both receive first, use "
-                "isend and irecv, or batch_isend_irecv"
-            )
+        if one.state == "nothing comes" and one.rank in stuck:
+            alone, with_others, advice = _AWAITED[one.awaits]
+            if not one.wakers and one.awaits != "key":
+                return alone.format(rank=one.rank), advice
+            others = "; ".join(f"rank {rank} {standings[rank].elsewhere()}" for rank in sorted(one.wakers))
+            who = ranks_named(one.wakers) if one.wakers else ""
+            return with_others.format(rank=one.rank, wakers=who, others=others or "there is no other rank"), advice
     return None
 
 
-def _answers(other: Standing, rank: int, one: Collective) -> bool:
-    """Return whether a rank waits in the operation that matches `one` of another rank, such as `recv` for `send`."""
-    receives = "recv" in one.kind
-    return any(
-        c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) and c.tag == one.tag
-        for c in other.stands_in
-    )
+def _stuck(standings: Sequence[Standing]) -> set[int]:
+    """Return the ranks whose waits only ranks could end that are stuck, too, or have left the call."""
+    left = {one.rank for one in standings if one.state in ("returned", "absent") and not one.active}
+    stuck = {one.rank for one in standings if one.state not in ("returned", "absent", "runs")}
+    while free := {rank for rank in stuck if not _is_held(standings[rank], standings, stuck | left)}:
+        stuck -= free
+    return stuck
 
 
-def _missing(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
-    for one in pending:
-        for c in one.stands_in:
-            if c.kind in OF_TWO:
-                continue
-            late = [
-                standings[rank] for rank in c.ranks if rank < len(standings) and _count(standings[rank], c) is not None
-            ]
-            late = [other for other in late if (_count(other, c) or 0) < c.place_in_group and other is not one]
-            if late:
-                texts = "; ".join(
-                    f"rank {o.rank} {_elsewhere(o)} after {_collectives(_count(o, c) or 0)} of this group" for o in late
-                )
-                return f"rank {one.rank} stands in its {_th(c.place_in_group)}, {one.calls(c)}, and {texts}", SAME_STEPS
-    return None
+def _is_held(one: Standing, standings: Sequence[Standing], still: set[int]) -> bool:
+    """Return whether a rank waits for ranks of `still`."""
+    if one.state == "nothing comes":
+        return one.wakers <= still
+    if one.state == "file lock":
+        return one.holder in still
+    return one.state not in ("collective", "lock") or bool(missing_ranks(one, standings) & still)
 
 
-def _count(standing: Standing, one: Collective) -> int | None:
-    """Return the number of collectives that a rank has begun in the same process group; None if it is not known."""
-    if standing.state == "collective" and not standing.stands_in:  # it waits in a collective that is not recorded
-        return None
-    return max((c.place_in_group for c in standing.begun if c.group == one.group), default=0)
-
-
-def _unrecorded(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
-    """Explain a collective that C++ calls, such as DDP's in the backward pass, or that makes a process group."""
-    for one in pending:
-        if one.state != "collective" or one.stands_in:
-            continue
-        others = [o for o in standings if o is not one and (o.stands_in or o.state != "collective")]
-        others = others or [o for o in standings if o.doing.partition(" at ")[0] != one.doing.partition(" at ")[0]]
-        if others:
-            texts = "; ".join(f"rank {o.rank} {_elsewhere(o)}" for o in others)
-            return f"rank {one.rank} {one.doing}, for which it needs all ranks, and {texts}", SAME_STEPS
-    return None
-
-
-def _elsewhere(one: Standing) -> str:
-    return {"returned": "has returned", "absent": "takes no part in this call"}.get(one.state, one.doing)
-
-
-def _whose(ranks: Sequence[int], standings: Sequence[Standing]) -> str:
-    return "the ranks'" if len(ranks) == len(standings) else f"in the process group of {ranks_named(ranks)}, the"
-
-
-def _collectives(number: int) -> str:
-    return f"{number} collective{'' if number == 1 else 's'}"
-
-
-def _th(number: int) -> str:
-    """Return an ordinal number, such as "1st" or "12th"."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number:,}{ending}"
-
-
-_EXPLAIN: dict[str, Callable[[Sequence[Standing], Sequence[Standing]], _Found]] = {
+_EXPLAIN: dict[str, Callable[[Sequence[Standing], Sequence[Standing]], Found]] = {
     "stopped": _stopped,
     "full pipe": _pipe,
     "loader": _loader,
     "file lock": _file_lock,
     "lock": _lock,
-    "different collectives": _difference,
-    "send and recv": _of_two,
-    "missing rank": _missing,
-    "missing rank in C++": _unrecorded,
+    "nothing comes": _nothing_comes,
+    "different collectives": difference,
+    "send and recv": of_two,
+    "missing rank": missing,
+    "missing rank in C++": unrecorded,
 }

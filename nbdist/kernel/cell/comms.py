@@ -69,6 +69,10 @@ class Comms:
         """Return whether the page may send messages to these ranks."""
         return bool(self._models or self._shared)
 
+    def take_input(self) -> bool:
+        """Return whether a user's input into a widget of these ranks may reach code of theirs."""
+        return not self._owners.keys() <= self._models.keys() or self._widgets.take_input(list(self._owners))
+
     # ----------------------------------------------------------------------------------------- from ranks to the page
 
     def pass_on(self, rank: int, kind: str, content: dict[str, Any], cell: Cell, shown: bool) -> None:
