@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import fcntl
 import inspect
+import multiprocessing
 import os
+import queue
 import random
 import re
 import statistics
@@ -163,6 +165,45 @@ def the_lock_of_a_loader(culprit: int, count: int) -> None:
     dist.barrier()
 
 
+def an_empty_pipe(culprit: int, count: int) -> None:
+    steps(count)
+    here, there = multiprocessing.Pipe()
+    if dist.get_rank() == culprit:
+        here.recv()  # here
+    there.close()
+    dist.barrier()
+
+
+def an_empty_queue(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        queue.Queue[int]().get()  # here
+    dist.barrier()
+
+
+def a_lock_taken_twice(culprit: int, count: int) -> None:
+    steps(count)
+    lock = threading.Lock()
+    with lock:
+        if dist.get_rank() == culprit:
+            lock.acquire()  # here
+
+
+def a_key_that_no_rank_sets(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        dist.distributed_c10d._get_default_store().get("mine")  # here
+    dist.barrier()
+
+
+def a_polled_collective(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        work = dist.all_reduce(torch.ones(1), async_op=True)  # here
+        while work is not None and not work.is_completed():
+            time.sleep(0.05)
+
+
 CLASSES = [
     one_returns,
     under_an_if,
@@ -179,6 +220,11 @@ CLASSES = [
     a_step_more_of_ddp,
     another_group,
     the_lock_of_a_loader,
+    an_empty_pipe,
+    an_empty_queue,
+    a_lock_taken_twice,
+    a_key_that_no_rank_sets,
+    a_polled_collective,
 ]
 
 
