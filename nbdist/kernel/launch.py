@@ -13,9 +13,8 @@ from ..capture.imports import modules_named, parse_imports
 from ..capture.need import Names
 from ..checks import check_count, check_flag, check_number, shown
 from ..devices import count_gpus, place_ranks
-from ..engines.local import LocalEngine
+from ..engines import warm_ranks
 from ..errors import NbdistError, entry, entry_class
-from .calls import warm_ranks
 from .calls.arguments import check_platform, checks_named
 from .calls.group import Layout
 from .calls.stopping import nothing_sent
@@ -237,13 +236,13 @@ def warm(
         starting.warm(modules)
         return
     engine = engines.resolve(None)
+    local = None if layout is None else warm_ranks.require_local(engine)
     engine.warm(modules)
     if idle is not None:
         engine.idle(idle)
-    if layout is not None:
+    if layout is not None and local is not None:
         places = place_ranks(layout.devices, layout.visible)
-        assert isinstance(engine, LocalEngine)  # the default
-        warm_ranks.start(engine, places, warm_ranks.IDLE if idle is None else idle)
+        warm_ranks.start(local, places, warm_ranks.IDLE if idle is None else idle)
 
 
 def _layout_to_warm(gpus: bool | int) -> Layout:

@@ -11,7 +11,7 @@ import torch
 from conftest import poll
 
 from nbdist import Session, in_ddp, warm
-from nbdist.kernel.calls import warm_ranks
+from nbdist.engines import warm_ranks
 from nbdist.system.gpus import look
 
 

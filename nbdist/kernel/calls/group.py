@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...devices import own_gpus, place_ranks, shared
+from ...engines import warm_ranks
 from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ...errors import NbdistError, RankDied, RankTimeout
 from ...rank.threads import number
@@ -24,7 +25,7 @@ from ...wire.recording import Recording
 from ..cell.cell import Cell
 from ..cell.comms import Comms
 from ..cell.relay import Relay
-from . import stacks, warm_ranks
+from . import stacks
 from .gpu_errors import explain_gpu_error, explain_missing_gpu
 
 #: Seconds that ranks get for a regular exit, with `atexit` functions and open files, before they are killed.

@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...devices import Place
-from ...engines.local import LocalEngine, LocalRanks
-from ...errors import NbdistError
-from ...system.ending import before_servers
-from ...wire.protocol import Prepare
+from ..devices import Place
+from ..errors import NbdistError
+from ..system.ending import before_servers
+from ..wire.protocol import Prepare
+from .local import LocalEngine, LocalRanks
 
 #: Beginnings of the names of variables that the drivers of GPUs read when a process uses a GPU for the first time.
 _READ_AT_FIRST_USE = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_")
@@ -63,6 +63,13 @@ class _Waiting:
 _lock = threading.RLock()
 _wanted: _Wanted | None = None
 _waiting: _Waiting | None = None
+
+
+def require_local(engine: object) -> LocalEngine:
+    """Return the engine; raise `ValueError` if its ranks cannot wait for a launch."""
+    if isinstance(engine, LocalEngine):
+        return engine
+    raise ValueError("gpus must be False with this engine, got a number of GPUs: only ranks of the engine 'local' wait")
 
 
 def start(engine: LocalEngine, places: Sequence[Place], idle: float) -> None:

@@ -11,8 +11,8 @@ from conftest import poll
 
 from nbdist import Session, devices, in_ddp, warm
 from nbdist.devices import Place
+from nbdist.engines import warm_ranks
 from nbdist.engines.local import LocalEngine
-from nbdist.kernel.calls import warm_ranks
 
 CPU = Place("", "cpu")
 
@@ -44,6 +44,11 @@ def test_launches_take_the_ranks_that_wait_and_others_wait_after_it() -> None:
     pids = waiting()
     warm_ranks.stop()
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_ranks_of_other_engines_do_not_wait() -> None:
+    with pytest.raises(ValueError, match=r"gpus must be False with this engine, .* only ranks of the engine 'local'"):
+        warm_ranks.require_local(object())
 
 
 def test_ranks_that_do_not_fit_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
