@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jupyter_client
@@ -91,17 +92,18 @@ def seconds(fn: Callable[..., Any], *args: Any) -> float:
 def wait_for_imports() -> None:
     """Wait until the fork server of the keeper that is ready has imported torch, and does nothing more."""
     known: list[float] = []
-    while len(known) < 5 or known[-1] < 1.0 or len(set(known[-5:])) > 1:
+    while len(known) < 5 or not known[-1] or len(set(known[-5:])) > 1:
         time.sleep(0.3)
         known.append(sum(map(_used_by_server, psutil.process_iter())))
 
 
 def _used_by_server(process: psutil.Process) -> float:
-    """Return the seconds of CPU that a process has used, if it is a keeper's fork server; 0 for others."""
-    with contextlib.suppress(psutil.Error):
+    """Return the seconds of CPU that a process has used, if it is a keeper's fork server with torch; 0 for others."""
+    with contextlib.suppress(psutil.Error, OSError):
         parent = process.parent()
         ours = process.environ().get("XDG_STATE_HOME") == os.environ["XDG_STATE_HOME"]
-        if ours and parent is not None and any("nbdist.keeper.main" in part for part in parent.cmdline()):
+        of_keeper = ours and parent is not None and any("nbdist.keeper.main" in part for part in parent.cmdline())
+        if of_keeper and "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text():
             return float(sum(process.cpu_times()[:2]))
     return 0.0
 

@@ -80,7 +80,9 @@ class Client:
                 if kind == "wakeup":
                     self._wake_later(values[0], self._channel.sock)
                     return None
-                if kind == "ask":
+                if kind == "close":
+                    self._requests[kind](self._channel.sock)
+                elif kind == "ask":
                     answer, parcel = self._answer(*values)
                     self._channel.send(answer, parcel)
                 else:

@@ -55,8 +55,10 @@ class Keeper:
             "taken": self._actions.take,
             "origin": self._work_for,
             "warm": self._engine.warm,
+            "close": self._close_for,
         }
         self._why = ""  # why it ends
+        self._closing: list[socket.socket] = []  # the connections of clients that wait for the end
         self._wakes, self._wake = os.pipe()
         signal.signal(signal.SIGTERM, lambda *_: self._end("its keeper got SIGTERM"))
         devices = list(spec.layout.devices)
@@ -101,6 +103,16 @@ class Keeper:
             with contextlib.suppress(OSError):
                 os.remove(self._folder.socket)
 
+    def release_clients(self) -> None:
+        """Release clients that have closed the session: they need not wait for the end of this process."""
+        for connection in self._closing:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _close_for(self, connection: socket.socket) -> None:
+        self._closing.append(connection)
+        self._end("close")
+
     def _end(self, why: str) -> None:
         self._why = self._why or why
         with contextlib.suppress(OSError):
@@ -130,7 +142,6 @@ class Keeper:
             "widget": self._deliver_widget_event,
             "flush": self._journal.flush,
             "stop": lambda: self._actions.stop(self._actions.running[0]),
-            "close": lambda: self._end("close"),
         }
         try:
             if what == "value":

@@ -51,7 +51,8 @@ def main(fd: str) -> None:
     keeper.serve(listening)
     forkserver.kill()
     os.close(lock)
-    os._exit(0)  # the client that closes the session waits for this
+    keeper.release_clients()
+    os._exit(0)
 
 
 def _write_to(path: str) -> None:

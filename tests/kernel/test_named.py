@@ -496,6 +496,13 @@ def test_a_killed_keeper(ended: Callable[[str], None], capsys: pytest.CaptureFix
     assert "killed" not in names()
 
 
+def test_a_session_is_closed_whose_keeper_was_killed(ended: Callable[[str], None]) -> None:
+    session = Session(1, name="closed", devices="cpu")
+    ended("closed")
+    session.close()
+    assert "closed" not in names()
+
+
 @pytest.mark.long("more ends of keepers")
 def test_a_machine_that_was_restarted(ended: Callable[[str], None]) -> None:
     Session(1, name="before", devices="cpu").run(rank_and_argument, 1)

@@ -120,8 +120,8 @@ class Connection:
 
     def end_keeper(self) -> None:
         """End the keeper and its ranks, and wait for its end."""
-        self.ask("close")
         with contextlib.suppress(NbdistError), self._used() as channel:
+            channel.send(("close",))
             channel.receive()  # nothing comes but the end
 
     def close(self) -> None:

@@ -227,7 +227,7 @@ class NamedExecutor:
         self.relays.close()
         if self.connection.alive:
             self.connection.end_keeper()
-        elif self.folder.exists() and not self.folder.alive():
+        if self.folder.exists() and not self.folder.alive():  # the keeper was killed
             self.folder.remove()
 
 
