@@ -265,6 +265,15 @@ def test_variables_in_the_ranks_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+def test_ranks_are_bound_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (world.slot.cores for world in worlds_of(["cpu", "cpu"], monkeypatch))
+    near = {"GPU-aaaa-1": second, "GPU-cccc-3": first}
+    monkeypatch.setattr("nbdist.kernel.calls.group.local_cores", lambda gpu: list(near[gpu]))
+    names = ["GPU-aaaa", "GPU-cccc"]
+    assert [world.cores for world in worlds_of(names, monkeypatch, threads="bind")] == [second, first]
+    assert [world.cores for world in worlds_of(names, monkeypatch)] == [None, None]
+
+
 def test_accelerate_takes_the_gpu_that_a_rank_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not cuda:{LOCAL_RANK}, which a rank that sees one GPU alone does not have."""
     bypass = "ACCELERATE_BYPASS_DEVICE_MAP"
@@ -359,6 +368,9 @@ class FakeGenerator(torch.Generator):
     """A generator of a GPU, which torch for CPUs cannot make."""
 
     device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def get_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # a seed and an offset, which a CPU's generator does not take
 
 
 def test_generators_of_the_gpu_begin_at_their_seed_in_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbdist import Session, in_ddp, warm
-from nbdist.fastai import fast
+from nbdist.fastai import distributed, fast
 from nbdist.recsys.datasets import synthetic_ratings
 
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
@@ -340,3 +340,39 @@ def test_ranks_that_share_a_gpu_copy_a_loss_once(session: Session) -> None:
         return float(smooth.value), copies
 
     assert session.run_all(accumulated) == [(0.5, ["cpu"])] * 2  # the mean of both
+
+
+class LossOnGpu:
+    """A loss on a GPU, which counts how often it is copied to the CPU."""
+
+    device = torch.device("cuda", 0)
+    copies = 0
+
+    def detach(self) -> LossOnGpu:
+        return self
+
+    def mean(self) -> LossOnGpu:
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        LossOnGpu.copies += 1
+        return torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(("collectives", "copies"), [("cuda", 0), ("cpu", 1)])
+def test_a_loss_is_copied_to_the_cpu_where_ranks_share_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch, collectives: str, copies: int
+) -> None:
+    """To copy it, the host waits for the GPU, at each step."""
+    loss, fastais = LossOnGpu(), []
+    theirs = SimpleNamespace(
+        accumulate=lambda smooth, learn: fastais.append(learn.loss), core=SimpleNamespace(maybe_gather=lambda x: x)
+    )
+    monkeypatch.setattr(distributed, "_fastai", theirs, raising=False)
+    monkeypatch.setattr(distributed, "collective_device", lambda: torch.device(collectives))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(LossOnGpu, "copies", 0)
+    smooth = SimpleNamespace(count=0, val=torch.tensor(1.0), beta=0.5)
+    distributed._accumulate(smooth, SimpleNamespace(loss=loss))
+    assert LossOnGpu.copies == copies and fastais == ([] if copies else [loss])
+    assert float(smooth.val) == (2.0 if copies else 1.0)
