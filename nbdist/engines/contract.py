@@ -142,6 +142,10 @@ class Ranks(Protocol):
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the stack of each rank's main thread as `faulthandler` prints it; empty without an answer."""
 
+    def read_flight_recorders(self, ranks: Sequence[int]) -> None:
+        """Make ranks read torch's flight recorder. Their next answers to `stacks` have its collectives, in a line that
+        begins with `wire.recording.FLIGHT`. Only asked for where `Recording` works."""
+
     def starting(self) -> str:
         """Return why ranks have not started yet, in words; empty if all have, or if the reason is not known."""
 

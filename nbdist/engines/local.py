@@ -274,6 +274,10 @@ class LocalRanks:
                 return ""
             return stacks.ask(self._stacks[rank], next(self._questions), lambda: self.signal(rank, STACK_SIGNAL))
 
+    def read_flight_recorders(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._order(rank, "flight")
+
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
         self._order(rank, "abort", group, peers)
 

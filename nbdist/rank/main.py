@@ -20,7 +20,7 @@ from ..system.scratch import make_held
 from ..wire import stacks
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF, RankDescriptors
-from . import leaving, preemption, streams, widgets
+from . import flight, leaving, preemption, streams, widgets
 from .loop import Rank
 
 PDEATHSIG = 1
@@ -65,7 +65,8 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
             _keep_sockets_in(os.path.join(scratch, str(pid)))
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         rank = Rank(Channel(socket.socket(fileno=fds.channel)))
-        stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.receive, "preemption": preemption.announce})
+        orders = {"widget": widgets.receive, "preemption": preemption.announce, "flight": flight.read}
+        stacks.answer(fds.stacks, {"abort": rank.abort, **orders}, flight.text)
         code = rank.serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()

@@ -26,6 +26,8 @@ _TEXTS = _HEAD.size + KEPT * _ENTRY.size
 SIZE = 128 << 10
 #: Bits of an entry's flags: a thread waits in the collective; the thread is not the main thread; the collective raised.
 _WAITS, _OTHER_THREAD, _RAISED = 1, 2, 4
+#: The beginning of the line of a rank's answer that has the collectives of torch's flight recorder, as JSON.
+FLIGHT = "Flight recorder: "
 #: Operations between two ranks. They have no number in their group.
 OF_TWO = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"})
 

@@ -129,20 +129,21 @@ def _writable(sock: socket.socket, seconds: float) -> bool:
     return seconds > 0 and bool(poll.poll(seconds * 1000))
 
 
-def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
+def answer(fd: int, actions: Mapping[str, Callable[..., None]], more: Callable[[], str] = str) -> None:
     """Start, in a rank's main thread, the thread that answers at `fd` and carries out orders.
 
     Args:
         fd: The rank's end of the socket.
         actions: The actions that can be ordered, by name. They must return at once, so that requests for stacks are
             still answered.
+        more: Returns further lines for each answer.
     """
     faulthandler.register(STACK_SIGNAL, fd, all_threads=False)
-    _thread.start_new_thread(serve, (fd, _thread.get_ident(), actions))
+    _thread.start_new_thread(serve, (fd, _thread.get_ident(), actions, more))
 
 
-def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
-    """Send, in a thread, the stack of the thread `main`, and carry out orders, until the kernel ends."""
+def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]], more: Callable[[], str]) -> None:
+    """Send, in a thread, the stack of the thread `main` and more, and carry out orders, until the kernel ends."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     order = bytearray()
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
@@ -156,7 +157,7 @@ def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> Non
                     what, arguments = pickle.loads(order)
                     actions[what](*arguments)
                 continue
-            text = _of_all_threads(main).encode(errors="backslashreplace")
+            text = (_of_all_threads(main) + more()).encode(errors="backslashreplace")
             data = _ANSWER.pack(b"\0", question, len(text)) + text
             while data:
                 data = data[os.write(fd, data) :]

@@ -129,6 +129,15 @@ def steps_of_ddp() -> None:
         model(torch.ones(2, 3)).sum().backward()
 
 
+def a_collective_beside_the_backward_pass() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    loss = model(torch.ones(2, 3)).sum()
+    if dist.get_rank() == 1:
+        dist.broadcast(torch.ones(5), 1)
+    else:
+        loss.backward()
+
+
 def the_lock_of_a_file(path: str) -> None:
     if dist.get_rank() == 0:
         dist.recv(torch.ones(1), 1)
@@ -400,8 +409,19 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
     (objects_under_an_if, "missing rank", [f"all_gather_object of 1 int64 at {line_of(objects_under_an_if, 2)}"]),
     (
         steps_of_ddp,
-        "missing rank in C++",
-        [f"at {line_of(steps_of_ddp, 3)}, for which it needs all ranks", "has returned"],
+        "missing rank",
+        [
+            f"rank 0 stands in its 5th, broadcast of 3 int32 at {line_of(steps_of_ddp, 3)}, and rank 1 has returned "
+            "after 4 collectives of this group; rank 2 has returned after 4",
+        ],
+    ),
+    (
+        a_collective_beside_the_backward_pass,
+        "different collectives",
+        [
+            f"ranks 0 and 2 in all_reduce of 4 float32 at {line_of(a_collective_beside_the_backward_pass, 6)}; "
+            f"rank 1 in broadcast of 5 float32 at {line_of(a_collective_beside_the_backward_pass, 4)}",
+        ],
     ),
     (
         a_lock_held_by_a_thread,

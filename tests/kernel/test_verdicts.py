@@ -195,6 +195,24 @@ HANGS: dict[str, tuple[list[Standing], str, list[str]]] = {
     ),
     "a key": ([awaits(0, "key", 1), returned(1)], "nothing comes", ["no rank has set the key", "rank 1 has returned"]),
     "a key, on one rank alone": ([awaits(0, "key")], "nothing comes", ["there is no other rank"]),
+    "backward, and the flight recorders of both": (
+        [
+            waits(0, flight=[ONE, stands(2, file="", line=0)]),
+            replace(returned(1), flight=[ONE]),
+        ],
+        "missing rank",
+        ["rank 0 stands in its 2nd, all_reduce of 4 float32 at train.py:9, and rank 1 has returned after 1 collective"],
+    ),
+    "backward, and the flight recorder of one": (
+        [waits(0, flight=[ONE, stands(2)]), returned(1)],
+        "missing rank in C++",
+        ["rank 0 waits in backward at train.py:9, for which it needs all ranks"],
+    ),
+    "backward, and a broadcast, in flight recorders": (
+        [waits(0, flight=[ONE, stands(2)]), waits(1, stands(7, "broadcast"), flight=[ONE, stands(2, "broadcast")])],
+        "different collectives",
+        ["rank 0 in all_reduce of 4 float32 at train.py:9; rank 1 in broadcast of 4 float32 at train.py:7"],
+    ),
     "stopped": ([waits(0, stands(1)), waits(1, state="stopped")], "stopped", ["rank 1 was stopped by a signal"]),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ...system import waits
+from .flights import needs_flights
 from .group import Group
 from .standings import Standing
 from .states import observe
@@ -19,6 +20,8 @@ LOOK_EVERY, QUIET = 2.0, 8.0
 ASK_EVERY, ASK_RARELY = 4.0, 10.0
 #: The largest share of a core that an idle rank uses: gloo's threads poll 100 times a second.
 _IDLE = 0.05
+#: Seconds of CPU time in which a rank reads torch's flight recorder.
+_TO_READ_FLIGHTS = 1.0
 #: Seconds of CPU time that the workers of a loader may use between two requests.
 _IDLE_WORKERS = 0.1
 
@@ -52,7 +55,7 @@ class Hangs:
         self._used: dict[int, float] = {}
         self._counts: list[int] = []
         self._looked = self._still = time.monotonic()
-        self._ask_at = 0.0
+        self._ask_at = self._allowed = 0.0
         self._asked = 0
         self._earlier: _Evidence | None = None
         self._over = group.recording is None or not os.path.exists("/proc/self/task")
@@ -72,6 +75,9 @@ class Hangs:
         if now < self._still + QUIET or now < self._ask_at:
             return None
         evidence = _Evidence(*observe(self._group, self._targets, pending, now, self._still))
+        if self._asked == 0 and needs_flights(evidence.standings):  # their next answers have them
+            self._group.ranks.read_flight_recorders(range(len(evidence.standings)))
+            self._allowed = _TO_READ_FLIGHTS
         self._asked += 1
         self._ask_at = time.monotonic() + (ASK_EVERY if self._asked < 4 else ASK_RARELY)
         earlier, self._earlier = self._earlier, evidence
@@ -95,5 +101,7 @@ class Hangs:
                 continue
             self._used[rank] = use.seconds
             # A main thread that wakes for a moment may be found running, so that its state says less than its CPU time.
-            idle = idle and use.state != "D" and use.seconds - before[rank] <= 0.02 + _IDLE * seconds
+            most = 0.02 + _IDLE * seconds + self._allowed
+            idle = idle and use.state != "D" and use.seconds - before[rank] <= most
+        self._allowed = 0.0
         return idle

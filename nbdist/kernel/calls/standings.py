@@ -41,6 +41,8 @@ class Standing:
     for a key in the store of the process group."""
     wakers: frozenset[int] = frozenset()
     """In this state: the other ranks that could end the wait."""
+    flight: Sequence[Collective] | None = None
+    """The collectives that torch's flight recorder has, if it was read."""
     active: bool = False
     """True if a thread of a rank that has returned may do something."""
 

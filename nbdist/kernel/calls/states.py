@@ -14,7 +14,7 @@ from ...system.source_files import PACKAGE
 from ...wire.forking import STACK_SIGNAL
 from ...wire.recording import Collective
 from ...wire.stacks import FILELOCK, STORE
-from . import stacks
+from . import flights, stacks
 from .group import Group
 from .stacks import Frame
 from .standings import Standing
@@ -37,8 +37,11 @@ _OPERATORS = os.path.join("torch", "_ops.py")
 _EVENT_LOOP = os.path.join("asyncio", "base_events.py")
 #: The function of torch that runs a backward pass, which includes DDP's all_reduce.
 _BACKWARD = "_engine_run_backward"
-#: The files with the loops of threads that wake no other thread: the one that answers for nbdist, and tqdm's monitor.
-_SILENT = (os.path.join(PACKAGE, "wire", "stacks.py"), os.path.join("tqdm", "_monitor.py"))
+#: The files with the code of threads that wake no other thread: two of nbdist, and tqdm's monitor.
+_SILENT = (
+    *(os.path.join(PACKAGE, *names) for names in (("wire", "stacks.py"), ("rank", "flight.py"))),
+    os.path.join("tqdm", "_monitor.py"),
+)
 #: Signals whose handlers are nbdist's.
 _OWN_SIGNALS = (NUDGE, STACK_SIGNAL)
 #: Seconds after a call of `is_completed` for which a rank counts as waiting in the collective.
@@ -80,7 +83,8 @@ def observe(
     for rank, pid in enumerate(pids):
         begun = [_entered(one, now) for one in recording.read(rank)]
         places = {one.number: _place(one, numbers) for one in begun}
-        own = Standing(rank, "returned" if rank in targets else "absent", begun=begun, places=places)
+        flight = flights.parse(answers.get(rank, ""), len(pids))
+        own = Standing(rank, "returned" if rank in targets else "absent", begun=begun, places=places, flight=flight)
         threads = stacks.other_threads(answers.get(rank, ""))
         if rank not in pending:
             active = threads is None or not all(_is_silent(frames) for _, frames in threads)

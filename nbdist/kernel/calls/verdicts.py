@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .flights import with_flights
 from .mismatches import Found, difference, missing, missing_ranks, of_two, unrecorded
 from .standings import Standing
 from .stopping import ranks_named
@@ -33,10 +34,12 @@ def verdict(standings: Sequence[Standing]) -> Verdict | None:
     pending = [one for one in standings if one.state not in ("returned", "absent")]
     if not pending or any(one.state == "runs" for one in pending):
         return None
-    for kind, explain in _EXPLAIN.items():
-        found = explain(standings, pending)
-        if found is not None:
-            return Verdict(kind, _all_doing(standings), *found)
+    for known in (with_flights(standings), standings):
+        pending = [known[one.rank] for one in pending]
+        for kind, explain in _EXPLAIN.items():
+            found = explain(known, pending)
+            if found is not None:
+                return Verdict(kind, _all_doing(standings), *found)
     return None
 
 

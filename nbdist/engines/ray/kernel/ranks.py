@@ -289,6 +289,9 @@ class RayRanks:
         }
         return {rank: found.get(rank, "") for rank in ranks}
 
+    def read_flight_recorders(self, ranks: Sequence[int]) -> None:
+        """Do nothing: hangs of ranks on a cluster are not looked for, and their collectives are not recorded."""
+
     def starting(self) -> str:
         if all(self.pids[rank] is not None for rank in self._inbox.alive):
             return ""
