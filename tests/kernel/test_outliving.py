@@ -41,6 +41,16 @@ session = attach(sys.argv[1])
 print("begins", flush=True)
 session.run(train, int(sys.argv[2]), 60)
 """
+#: Of the program that makes short calls until it is killed, or its keeper is. It prints each value.
+SHORT_CALLS = """
+import sys
+from nbdist import attach
+
+session, number = attach(sys.argv[1]), 0
+while True:
+    print(session.run(abs, number), flush=True)
+    number += 1
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +99,33 @@ def test_a_program_that_is_killed_at_any_moment(capsys: pytest.CaptureFixture[st
         assert shown.splitlines() == lines
     session.close()
     assert poll(lambda: not living(family)) and names() == []
+
+
+@pytest.mark.long("programs and keepers that are killed between short calls")
+@pytest.mark.parametrize("of_keeper", [False, True])
+def test_short_calls_until_a_program_or_its_keeper_is_killed(of_keeper: bool) -> None:
+    """The journal has all values. Where the keeper is killed, it may lack the last one, which the program has got."""
+    for seed in range(3):
+        chance, name = random.Random(seed), f"short{seed}"
+        session = Session(1, name=name, devices="cpu")
+        command = [sys.executable, "-c", SHORT_CALLS, name]
+        environ = {**os.environ, "PYTHONPATH": ROOT}
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
+        assert client.stdout is not None
+        values = [int(client.stdout.readline())]
+        time.sleep(chance.random() / 3)
+        os.kill(SessionFolder(name).about()["pid"] if of_keeper else client.pid, signal.SIGKILL)
+        with client:
+            values += map(int, client.stdout.read().split())
+        assert values == list(range(len(values)))
+        again = attach(name)
+        if not of_keeper:
+            assert again.result() in (values[-1], values[-1] + 1), "that of a call that had begun"
+        calls = session_calls(session)
+        assert calls - len(values) in ((-1, 0, 1) if of_keeper else (0, 1))
+        assert [again.result(number + 1) for number in values[:-1]] == values[:-1]
+        session.close()
+    assert names() == []
 
 
 def session_calls(session: Session) -> int:
