@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist import Session, in_ddp, rank_device
+from nbdist import Session, in_ddp, rank_device, warm
 from nbdist import devices as nbdist_devices
+from nbdist.kernel.calls import warm_ranks
 from nbdist.system.gpus import look
 
 DRY = os.environ.get("NBDIST_GPU_DRY_RUN") == "1"
@@ -257,6 +258,22 @@ def test_garbage_in_circles_does_not_stay_on_the_gpu() -> None:
 
 
 @needs(1)
+def test_a_launch_takes_the_rank_that_waits_with_its_context() -> None:
+    warm(gpus=1)
+    try:
+        for _ in range(2):
+            waiting = warm_ranks._waiting
+            assert waiting is not None
+            for _ in range(600):
+                if not waiting._ranks.exits() and None not in waiting._ranks.pids:
+                    break
+                time.sleep(0.1)
+            assert in_ddp.options(devices="cuda")(1, lambda: (os.getpid(), sums())) == (waiting._ranks.pids[0], 1.0)
+    finally:
+        warm_ranks.stop()
+
+
+@needs(1)
 def test_status_has_memory_and_load() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     assert look("0") is not None
@@ -365,6 +382,18 @@ def test_an_assertion_of_the_last_kernel_is_raised_in_its_call() -> None:
         with pytest.raises(RuntimeError, match="device-side assert"):
             session.run(out_of_bounds)
         assert session.run(sums) == 1.0
+
+
+@needs(2)
+def test_an_assertion_on_another_gpu_is_raised_in_its_call() -> None:
+    def out_of_bounds() -> None:
+        torch.ones(4, 2, device="cuda:1").index_select(0, torch.tensor([9], device="cuda:1"))
+
+    with Session(2, devices="cuda") as session:
+        pids = session.run_all(os.getpid)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            session.run(out_of_bounds, ranks=[0])
+        assert session.run(sums) == 2.0 and not set(session.run_all(os.getpid)) & set(pids)
 
 
 @needs(1)

@@ -59,8 +59,7 @@ def _changed(config: Any) -> dict[str, Any]:
 
 
 def _differs(config: Any, name: str, entry: Any, override: Any, unset: Any) -> bool:
-    """Return whether a setting is the user's own. nbdist sets some to their defaults, and reading a list copies it to
-    where users set it."""
+    """Return whether a setting is not the default: a list is copied to where users set it as soon as it is read."""
     if override is entry:
         default = config._default.get(name)
     else:
