@@ -41,6 +41,7 @@ class NanCheck:
         self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
         self._models = Models()
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._bad_before: dict[int, Tensor] = {}  # by `id`: parameters that were not finite before their first update
         self._in_step: list[tuple[Any, types.FrameType]] = []  # optimizers, each with the frame of its step
         self._losses: list[Tensor] = []
         self._scaled = False
@@ -110,6 +111,8 @@ class NanCheck:
                 return None
         self._in_step.append((optimizer, sys._getframe(1)))
         self._steps[optimizer] = steps = self._steps.get(optimizer, 0) + 1
+        if steps == 1 and not all_finite(parameters := parameters_of(optimizer)):
+            self._bad_before |= {id(one): one for one in parameters if not all_finite([one])}
         if closure is None:
             self._check(optimizer, steps)
             return None
@@ -158,8 +161,7 @@ class NanCheck:
     def at_the_end(self) -> None:
         """Check the parameters after the last steps."""
         for optimizer, steps in list(self._steps.items()):
-            search = Search(list(self._calls), self._models.all, self.batches)
-            found = search.bad_parameter(parameters_of(optimizer), steps) if steps else None
+            found = self._search().bad_parameter(parameters_of(optimizer), steps) if steps else None
             if found is not None:
                 raise found
 
@@ -167,9 +169,13 @@ class NanCheck:
         """Return the error that a search finds, and forget the calls of models: neither the calls before the error nor
         the calls that the search repeats belong to later steps of a loop that catches the error."""
         try:
-            return search(Search(list(self._calls), self._models.all, self.batches))
+            return search(self._search())
         finally:
             self._calls.clear()
+
+    def _search(self) -> Search:
+        updated = {id(one) for optimizer in list(self._steps) for one in parameters_of(optimizer) if one.requires_grad}
+        return Search(list(self._calls), self._models.all, self.batches, updated, self._bad_before)
 
     def _step(self, optimizer: Any = None) -> int:
         """Return the number of the current step."""

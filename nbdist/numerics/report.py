@@ -32,6 +32,7 @@ _HELP = {
     **dict.fromkeys(("softmax", "log_softmax"), _MASK),
 }
 _RATE = "a lower learning rate, a warm-up, or clipped gradients (torch.nn.utils.clip_grad_norm_)"
+_SOURCE = "look at where this value comes from: a checkpoint that was loaded, or the initialization"
 _DATA = "mend or leave out such rows"
 
 
@@ -124,7 +125,7 @@ def error(
 
     Args:
         kind: "loss", "gradient" or "parameter".
-        step: The step of the optimizer, from 1. For a parameter: the step whose update made it so.
+        step: The step of the optimizer, from 1. For a parameter without `cause`: the step whose update made it so.
         value: The number as text.
         op, backward, module, place, rows: The fields of `Culprit`, with the module as its path.
         parameter: The name of the parameter.
@@ -136,13 +137,14 @@ def error(
     """
     own = rank()
     if kind == "parameter":
-        first = f"parameter `{parameter}` of rank {own} is {value} after the update of step {step}"
+        first = f"parameter `{parameter}` of rank {own} is {value}"
+        first += f": {cause}" if cause else f" after the update of step {step}"
     else:
         of = f" of parameter `{parameter}`" if kind == "gradient" and parameter else ""
         first = f"the {kind}{of} of step {step} is {value} on rank {own}"
     if op:
         first += f": {'the backward pass of ' if backward else 'the result of '}{op} is not finite"
-    elif cause:
+    elif cause and kind != "parameter":
         first += f": {cause}"
     first += f" at {place}" if place else ""
     if module and kind != "parameter":
@@ -156,7 +158,8 @@ def error(
     for row, columns in zip(named[:3], values, strict=False):
         if columns:
             lines.append(f"  Row {row}: {', '.join(f'{name}={value}' for name, value in columns.items())}.")
-    lines.append(f"  What helps: {_help(kind, op, dtype, bool(named))}.")
+    helps = _help(kind, op, dtype, bool(named)) if kind != "parameter" or not cause else _SOURCE
+    lines.append(f"  What helps: {helps}.")
     about: dict[str, Any] = {"module": module, "parameter": parameter, "rows": named, "values": values}
     return NotFinite("\n".join(lines), step=step, rank=own, kind=kind, op=op, **about)
 

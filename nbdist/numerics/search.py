@@ -4,7 +4,7 @@ found."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,10 +65,20 @@ class Search:
         calls: The calls of models since the last step.
         models: All models of the call.
         batches: The batches of the step, if the training loop knows them.
+        updated: The `id` of each parameter that optimizers update.
+        bad_before: The `id` of each parameter that was not finite before its first update.
     """
 
-    def __init__(self, calls: Sequence[ModelCall], models: Iterable[nn.Module], batches: Sequence[Batch]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[ModelCall],
+        models: Iterable[nn.Module],
+        batches: Sequence[Batch],
+        updated: Container[int],
+        bad_before: Container[int],
+    ) -> None:
         self._calls, self._models, self._batches = calls, list(models), batches
+        self._updated, self._bad_before = updated, bad_before
 
     def _roots(self) -> list[nn.Module]:
         return list(dict.fromkeys([*(call.module for call in self._calls), *self._models]))
@@ -151,7 +161,8 @@ class Search:
                 yield call.again, wanted, gradients, _named(call), batch_rows([call.args, call.kwargs])
 
     def bad_parameter(self, parameters: Sequence[Tensor], step: int) -> NotFinite | None:
-        """Return the error for the first parameter that is not finite, if there is one."""
+        """Return the error for the first parameter that an update has made not finite, if there is one."""
+        parameters = [one for one in parameters if id(one) in self._updated and id(one) not in self._bad_before]
         if all_finite(parameters):
             return None
         one = next(one for one in parameters if not all_finite([one]))
@@ -167,6 +178,11 @@ class Search:
             about |= {"op": found.op, "backward": found.backward, "place": found.place, "module": module}
             return error(kind, step, value, **about, dtype=found.dtype)
         name, module = name_of(found.tensor, self._roots())
+        is_parameter = isinstance(found.tensor, nn.Parameter)
+        frozen = is_parameter and not found.tensor.requires_grad
+        if name and is_parameter and (frozen or step == 1 or id(found.tensor) in self._bad_before):
+            cause = "no update of an optimizer made it so" + ", it is frozen" * frozen
+            return error("parameter", step, text_of(found.tensor), module=module, parameter=name, cause=cause)
         if name:
             cause = f"`{name}` has {text_of(found.tensor)}"
         else:

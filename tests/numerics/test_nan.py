@@ -219,6 +219,57 @@ def test_the_last_step_counts() -> None:
     assert caught.value.parameter == "weight" and "a lower learning rate" in str(caught.value)
 
 
+def trained(model: nn.Module, steps: int, frozen: bool = True) -> None:
+    """Train a model, whose optimizer may also have the frozen parameters."""
+    given = [one for one in model.parameters() if frozen or one.requires_grad]
+    optimizer = torch.optim.SGD(given, lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("in_optimizer", [True, False])
+def test_a_parameter_that_was_not_finite_before_the_training(frozen: bool, in_optimizer: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight[1, 1] = float("nan")
+    model[0].requires_grad_(not frozen)
+    said = "parameter `0.weight` of rank 0 is nan: no update of an optimizer made it so" + ", it is frozen" * frozen
+    with pytest.raises(NotFinite, match=said) as caught, nan_check():
+        trained(model, 3, in_optimizer)
+    own = caught.value
+    assert (own.step, own.kind, own.parameter) == (1, "parameter", "0.weight")
+    assert "learning rate" not in str(own) and "checkpoint" in str(own)
+
+
+class Masked(nn.Module):
+    """A model with a mask of infinities in a frozen parameter, a parameter that is NaN and is not used, and a fault."""
+
+    def __init__(self, fault_at: int) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(3, 3), nn.Parameter(torch.full((2,), float("nan")))
+        self.mask = nn.Parameter(torch.tensor([0.0, 0.0, -float("inf")]), requires_grad=False)
+        self.left = fault_at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        weights = torch.softmax(self.layer(x) + self.mask, 1)
+        return (weights[:, :2] if self.left else weights).log()
+
+
+def test_a_frozen_mask_and_an_unused_parameter_are_no_fault() -> None:
+    with nan_check():
+        trained(Masked(0), 4)
+
+
+def test_the_operation_is_named_beside_a_frozen_mask() -> None:
+    with pytest.raises(NotFinite) as caught, nan_check():
+        trained(Masked(3), 4)
+    assert (caught.value.step, caught.value.op, caught.value.parameter) == (3, "log", "")
+
+
 def test_an_error_arrives_whole() -> None:
     error = NotFinite("text", step=3, rank=1, kind="loss", op="log", module="a.b", rows=[4], values=[{"user": 5}])
     assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
