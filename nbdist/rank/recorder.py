@@ -12,11 +12,12 @@ import contextlib
 import functools
 import os
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..system.processes import register_after_fork
-from ..system.source_files import LIBRARY_FOLDERS
+from ..system.source_files import LIBRARY_FOLDERS, package_of
 from ..wire.recording import OF_TWO, Recorder, group_named
 
 #: The methods, each with its name in `torch.distributed` and the position of the tensor argument that is recorded.
@@ -46,9 +47,10 @@ _METHODS = {
 _LIBRARIES = ("<", *LIBRARY_FOLDERS)
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
 #: Functions of torch that wrap a collective. They are not the function that the caller has named.
-_WRAPPERS = {"wrapper", "wrapped", "inner", "inner_func", "call", "wait"}
+_WRAPPERS = {"wrapper", "wrapped", "inner", "inner_func", "call", "wait", "is_completed", "decorate_context"}
+_WRAPPERS |= {"_call_impl", "_wrapped_call_impl", "_fn", "__call__"}
 #: The largest number of frames in which the user's line is searched.
-_MAX_FRAMES = 40
+_MAX_FRAMES = 200
 #: The largest number of work objects that are remembered. The end of a work object without a wait is not known.
 _MAX_WORKS = 2000
 
@@ -63,6 +65,7 @@ class CollectiveRecorder:
         self._kinds: dict[str, int] = {}  # file -> 0 the user's, 1 torch.distributed, 2 other libraries
         self._groups: dict[str, tuple[Sequence[int], str]] = {}  # name of a group -> its ranks, its text in the record
         self._dtypes: dict[Any, str] = {}
+        self._libraries: dict[types.CodeType, str] = {}  # functions of libraries, as they are named in the record
         register_after_fork(self)
 
     def after_fork(self) -> None:
@@ -163,15 +166,17 @@ class CollectiveRecorder:
         elif args:
             peer = getattr(args[-1], "rootRank", -1)
         peer = members[peer] if 0 <= peer < len(members) else -1
-        called, file, line = self._caller()
+        called, file, line, library = self._caller()
         if kind in OF_TWO and called not in OF_TWO:  # a function that calls several, such as batch_isend_irecv
             called = kind
         main = _thread.get_ident() == self._main
-        return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main, tag)
+        return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main, tag, library)
 
-    def _caller(self) -> tuple[str, str, int]:
-        """Return the function of torch.distributed that was called, and the innermost line outside libraries."""
-        called = ""
+    def _caller(self) -> tuple[str, str, int, str]:
+        """Return the function of torch.distributed that was called, the innermost line outside libraries (file and
+        number), and the function of another library that this line called.
+        """
+        called, library = "", None
         frame = sys._getframe(3)
         for _ in range(_MAX_FRAMES):
             code = frame.f_code
@@ -179,13 +184,26 @@ class CollectiveRecorder:
             if kind is None:
                 kind = self._kinds[code.co_filename] = _kind_of(code.co_filename)
             if kind == 0:
-                return called, code.co_filename, frame.f_lineno
-            if kind == 1 and code.co_name not in _WRAPPERS:
-                called = code.co_name
+                return called, code.co_filename, frame.f_lineno, self._named(library)
+            if code.co_name not in _WRAPPERS:
+                if kind == 2:
+                    library = code
+                elif library is None:
+                    called = code.co_name
             if frame.f_back is None:
                 break
             frame = frame.f_back
-        return called, "", 0
+        return called, "", 0, self._named(library)
+
+    def _named(self, code: types.CodeType | None) -> str:
+        """Return a function of a library as text, such as "Metric.compute of torchmetrics"; empty without one."""
+        if code is None:
+            return ""
+        found = self._libraries.get(code)
+        if found is None:
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short name only
+            found = self._libraries[code] = f"{name.replace('<locals>.', '')} of {package_of(code.co_filename)}"
+        return found
 
 
 def _kind_of(file: str) -> int:

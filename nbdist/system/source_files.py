@@ -12,3 +12,11 @@ LIBRARY_FOLDERS = (
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 """The prefixes of the paths of all such files."""
+
+
+def package_of(file: str) -> str:
+    """Return the name of the package or module of a library that a file belongs to."""
+    folder = max((one for one in LIBRARY_FOLDERS if file.startswith(one)), key=len, default="")
+    if folder == PACKAGE:
+        return os.path.basename(PACKAGE.rstrip(os.sep))
+    return file[len(folder) :].partition(os.sep)[0].removesuffix(".py")

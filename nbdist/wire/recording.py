@@ -17,7 +17,7 @@ KEPT = 1000
 #: Number of collectives begun, bytes of texts, number of the first collective in the current process groups.
 _HEAD = struct.Struct("<qqq")
 #: See `Recorder.begin` for the fields.
-_ENTRY = struct.Struct("<qddqiiiHHHHHxxxxxx")
+_ENTRY = struct.Struct("<qddqiiiHHHHHHxxxx")
 _END, _FLAGS = struct.Struct("<d"), struct.Struct("<H")
 _END_AT, _FLAGS_AT = 16, 52  # byte offsets in an entry
 _LENGTH = struct.Struct("<H")
@@ -66,6 +66,9 @@ class Collective(NamedTuple):
     """The tag of a point-to-point operation; 0 for collectives."""
     polled: float | None = None
     """The time of the last call of `is_completed`, if it returned False and the end is not known."""
+    library: str = ""
+    """The function of a library that the line called, such as "Metric.compute of torchmetrics"; empty if the line
+    called `torch.distributed` itself."""
 
     def what(self) -> str:
         """Describe the collective, such as "all_reduce of 1,000 float32"."""
@@ -113,11 +116,12 @@ class Recorder:
         line: int,
         main_thread: bool,
         tag: int = 0,
+        library: str = "",
     ) -> int:
         """Record the start of a collective in this thread, and return its number.
 
         Args:
-            kind, elements, dtype, peer, file, line, tag: The fields of `Collective`.
+            kind, elements, dtype, peer, file, line, tag, library: The fields of `Collective`.
             group: The text that `group_named` returns.
             main_thread: Whether this thread is the rank's main thread.
         """
@@ -142,6 +146,7 @@ class Recorder:
             text(dtype),
             text(file),
             _WAITS if main_thread else _WAITS | _OTHER_THREAD,
+            text(library),
         )
         self._last = number
         _HEAD.pack_into(self._memory, 0, number, self._texts_end - _TEXTS, self._first)
@@ -236,7 +241,7 @@ def _texts(part: bytes, size: int) -> Mapping[int, str]:
 
 
 def _collective(entry: Sequence[float], texts: Mapping[int, str]) -> Collective:
-    number, begin, end, elements, count, peer, line, kind, group, dtype, file, flags = entry
+    number, begin, end, elements, count, peer, line, kind, group, dtype, file, flags, library = entry
     name, _, ranks = texts.get(int(group), "").partition("|")
     what = texts.get(int(kind), "")
     of_two = what in OF_TWO
@@ -258,4 +263,5 @@ def _collective(entry: Sequence[float], texts: Mapping[int, str]) -> Collective:
         waits=bool(int(flags) & _WAITS),
         main_thread=not int(flags) & _OTHER_THREAD,
         raised=bool(int(flags) & _RAISED),
+        library=texts.get(int(library), ""),
     )

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 
 from nbdist import Session
+from nbdist.kernel.calls.standings import Standing
 from nbdist.kernel.session import executor_of
 from nbdist.rank.recorder import CollectiveRecorder
+from nbdist.recsys import ranks
+from nbdist.system.source_files import package_of
 from nbdist.wire.recording import Collective
 
 HERE = Path(__file__).name
@@ -62,6 +65,34 @@ def test_collectives_are_recorded_with_their_lines(session: Session) -> None:
     assert all(one.end is not None and not one.waits and one.main_thread and not one.raised for one in own)
     other = noted(session, 1)[-3]
     assert (other.kind, other.peer) == ("recv", -1)
+
+
+def in_a_library() -> None:
+    ranks.barrier()
+    ranks.all_gather([1, 2])
+    dist.barrier()
+
+
+def test_collectives_in_a_library_are_recorded_with_the_line_that_called_it(session: Session) -> None:
+    session.run(in_a_library)
+    *_, first, second, third, own = [one for one in noted(session) if one.file.endswith(HERE)]
+    lines = [in_a_library.__code__.co_firstlineno + line for line in (1, 2, 2, 3)]
+    assert [one.line for one in (first, second, third, own)] == lines
+    assert [one.library for one in (first, second, third, own)] == [
+        "barrier of nbdist",
+        "all_gather of nbdist",
+        "all_gather of nbdist",
+        "",
+    ]
+    standing = Standing(0, "collective", begun=[first], places={first.number: "train.py:3"})
+    assert standing.calls(first) == "barrier (in barrier of nbdist) at train.py:3"
+
+
+def test_the_package_of_a_file() -> None:
+    assert package_of(torch.nn.functional.__file__) == "torch"
+    assert package_of(pytest.__file__) == "pytest"
+    assert package_of(os.__file__) == "os"
+    assert package_of(ranks.__file__) == "nbdist"
 
 
 def test_numbers_in_groups_restart_after_a_failure(session: Session) -> None:

@@ -57,6 +57,7 @@ class Standing:
         toward = " from" if one.kind == "irecv" else toward
         peer = "" if one.peer < 0 else f"{toward} rank {one.peer}"
         peer += f" with tag {one.tag}" if one.tag else ""
+        peer += f" (in {one.library})" if one.library else ""
         place = self.places.get(one.number, "")
         return f"{one.what()}{peer}" + (f" at {place}" if place else "")
 
