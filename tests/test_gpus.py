@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import Session, in_ddp, rank_device, warm
 from nbdist import devices as nbdist_devices
-from nbdist.kernel.calls import warm_ranks
+from nbdist.engines import warm_ranks
 from nbdist.system.gpus import look
 
 DRY = os.environ.get("NBDIST_GPU_DRY_RUN") == "1"
