@@ -141,10 +141,10 @@ class DriverProcess:
         found = self.request("ask", [node], what, arguments, ANSWER, seconds=2 * ANSWER)
         return found[0] if found else None
 
-    def ask_all(self, what: str, *arguments: Any) -> list[Any]:
-        """Ask the agents of all nodes; None for each that does not answer."""
+    def ask_all(self, what: str, *arguments: Any, within: float = ANSWER) -> list[Any]:
+        """Ask the agents of all nodes; None for each that does not answer within this number of seconds."""
         everybody = range(len(self.counts))
-        found = self.request("ask", list(everybody), what, arguments, ANSWER, seconds=2 * ANSWER)
+        found = self.request("ask", list(everybody), what, arguments, within, seconds=2 * within)
         return found or [None for _ in everybody]
 
     def _listen(self) -> None:

@@ -31,6 +31,9 @@ from . import driver_process
 from .driver_process import ANSWER, DriverProcess, acquire
 from .inbox import Inbox, InboxListener
 
+#: Seconds that a node may take to find the connections of its ranks: without them, ranks that wait for each other go
+#: on waiting when they should leave a call.
+_CONNECTIONS = 10.0
 #: Seconds that a node may take to send the output that it keeps.
 _LOGS = 2.0
 #: Characters of output of all ranks together that are fetched from the nodes when the ranks have ended.
@@ -278,7 +281,8 @@ class RayRanks:
     def connections(self) -> list[list[Connection]]:
         several = len({node.address for node in self._nodes}) > 1
         found: list[list[Connection]] = []
-        for count, node in zip(self.driver.counts, self.driver.ask_all("connections"), strict=True):
+        answers = self.driver.ask_all("connections", within=_CONNECTIONS)
+        for count, node in zip(self.driver.counts, answers, strict=True):
             ranks = node or [[] for _ in range(count)]
             found += [[Connection(*one) for one in rank if not (several and _loopback(one[0][0]))] for rank in ranks]
         return found
