@@ -138,7 +138,8 @@ def replay_step(
     if reached.same is False:
         warnings.warn(
             f"the result of step {step} of rank {rank} is not the recorded one: the code, the data, the number of "
-            f"threads or the versions have changed (recorded with torch {recording.torch})",
+            f"threads or the versions have changed (recorded with torch {recording.torch}), or the step depends on a "
+            "value outside the objects of the recording, as with `enumerate`: use `recording.number` in its place",
             stacklevel=3,
         )
     return ReplayedStep(step, rank, reached.same)

@@ -69,9 +69,29 @@ class Recording:
         self._objects = objects
         self._modules = [one for one in objects if isinstance(one, nn.Module)]
         self._log = StepLog(folder)
-        self._step = self._pass = 0
+        self._step = self._pass = self._number = 0
         self._in_step = False
         self._start = None if self._log.target is None else self._log.read()
+
+    @property
+    def number(self) -> int:
+        """The number of the current batch in its epoch, from 0, also while a step is run again.
+
+        Use it in place of `enumerate(recording.steps(loader))`, which would count from the snapshot there: to update
+        the parameters after every fourth batch, for example.
+
+        Examples:
+            >>> import torch
+            >>> from nbdist import Recording, in_ddp
+            >>> def train():
+            ...     model = torch.nn.Linear(2, 1)
+            ...     recording = Recording("numbered", model)
+            ...     rows = torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2)
+            ...     return [recording.number for batch in recording.steps(rows)]
+            >>> in_ddp.options(devices="cpu")(2, train)
+            [0, 1, 2]
+        """
+        return self._number
 
     def steps(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader, and record a step for each.
@@ -81,7 +101,7 @@ class Recording:
         Args:
             loader: The batches of an epoch, such as a `DataLoader`.
         """
-        log, start, number = self._log, self._start, 0
+        log, start, self._number = self._log, self._start, 0
         self._end_step()  # of a loop that ended in `break`
         self._pass += 1
         begun = random_state(), loader_state(loader)
@@ -96,9 +116,9 @@ class Recording:
             for _ in range(start["number"]):
                 next(batches)
             self._load(start)
-            self._start, number = None, start["number"]
+            self._start, self._number = None, start["number"]
         while True:
-            log.write(self._step, functools.partial(self._state, number, begun))
+            log.write(self._step, functools.partial(self._state, begun))
             try:
                 batch = next(batches)
             except StopIteration:
@@ -106,7 +126,7 @@ class Recording:
             log.begin(self._step + 1)
             self._in_step = True
             yield batch
-            number += 1
+            self._number += 1
             self._end_step()
 
     def _end_step(self) -> None:
@@ -116,10 +136,11 @@ class Recording:
             self._step += 1
             self._log.done(self._step, self._modules)
 
-    def _state(self, number: int, begun: Any) -> dict[str, Any]:
-        """Return everything that the next step depends on, after `number` batches of the loader."""
+    def _state(self, begun: Any) -> dict[str, Any]:
+        """Return everything that the next step depends on."""
         return {
-            **{"step": self._step, "pass": self._pass, "number": number, "begun": begun, "random": random_state()},
+            **{"step": self._step, "pass": self._pass, "number": self._number, "begun": begun},
+            "random": random_state(),
             "objects": [one.state_dict() for one in self._objects],
             "gradients": [[one.grad for one in module.parameters()] for module in self._modules],
         }

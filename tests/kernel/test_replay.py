@@ -62,6 +62,36 @@ def test_steps_are_equal_bit_for_bit(steps: int, session: Session, tmp_path: Pat
     assert not dist.is_initialized()
 
 
+def accumulated(folder: Path, sink: dict[int, Any], counted: bool) -> None:
+    """A loop that updates the parameters after every fourth batch, with a moving average of them."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.3), nn.Linear(8, 1)))
+    average = torch.optim.swa_utils.AveragedModel(model.module, torch.device("cpu"))
+    optimizer = torch.optim.Adam(model.parameters())
+    rows = torch.utils.data.DataLoader(torch.randn(240, 2), batch_size=8, shuffle=True)
+    recording = Recording(folder, model, optimizer, average)
+    for _ in range(2):
+        for count, batch in enumerate(recording.steps(rows)):
+            number = count if counted else recording.number
+            loss = (model(batch) + average(batch).detach()).square().mean() * random.random()
+            loss.backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model.module)
+
+
+def test_gradients_that_are_accumulated_over_steps(session: Session, tmp_path: Path) -> None:
+    session.run(accumulated, tmp_path / "run", {}, False)
+    for step in (28, 47):
+        assert replay_step(tmp_path / "run", accumulated, tmp_path / "run", {}, False, step=step, rank=1).same is True
+
+
+def test_a_count_that_starts_again_is_told_of(session: Session, tmp_path: Path) -> None:
+    session.run(accumulated, tmp_path / "run", {}, True)
+    with pytest.warns(UserWarning, match=r"use `recording.number` in its place"):
+        replay_step(tmp_path / "run", accumulated, tmp_path / "run", {}, True, step=28, rank=1)
+
+
 def own_order(folder: Path, sink: dict[int, Any], kind: str) -> dict[int, Any]:
     """A loop of two steps an epoch, whose order depends on the loader alone; one kind leaves each epoch early."""
     rows, generator = torch.arange(64.0).view(32, 2), torch.Generator().manual_seed(1)
