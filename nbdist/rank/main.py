@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -65,8 +66,9 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
             _keep_sockets_in(os.path.join(scratch, str(pid)))
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         rank = Rank(Channel(socket.socket(fileno=fds.channel)))
-        orders = {"widget": widgets.receive, "preemption": preemption.announce, "flight": flight.read}
-        stacks.answer(fds.stacks, {"abort": rank.abort, **orders}, flight.text)
+        actions: dict[str, Callable[..., None]] = {"abort": rank.abort, "flight": flight.read}
+        actions |= {"widget": widgets.receive, "preemption": preemption.announce}
+        stacks.answer(fds.stacks, actions, flight.text)
         code = rank.serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()

@@ -668,6 +668,17 @@ def wait_for_a_stranger(go: str) -> None:
         listener.accept()
 
 
+def get_a_key_that_a_thread_sets(go: str) -> None:
+    store = dist.distributed_c10d._get_default_store()
+
+    def set_later() -> None:
+        sleep(go)
+        store.set("later", "1")
+
+    threading.Thread(target=set_later, daemon=True).start()
+    store.get("later")
+
+
 def get_a_key_with_a_limit(go: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     while not os.path.exists(go):
@@ -729,6 +740,7 @@ def sleep_in_a_model(go: str) -> None:
         wait_for_the_lock_of_a_child,
         wait_for_a_stranger,
         get_a_key_with_a_limit,
+        get_a_key_that_a_thread_sets,
     ],
 )
 def test_a_slow_rank_is_not_a_hang(

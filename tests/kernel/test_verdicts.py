@@ -250,6 +250,11 @@ ALIVE: dict[str, list[Standing]] = {
         awaits(0, "pipe", 1),
         replace(returned(1), active=True),
     ],
+    "a pipe of a rank in a collective that has a thread": [
+        awaits(0, "pipe", 1),
+        replace(waits(1, stands(1)), active=True),
+    ],
+    "a key that a thread of the rank may set": [replace(awaits(0, "key", 1), active=True), returned(1)],
     "a key that a thread of a rank that has returned may set": [awaits(0, "key", 1), replace(returned(1), active=True)],
     "a pipe of a rank in the same step of DDP as the third": [awaits(0, "pipe", 1), waits(1, state="runs"), waits(2)],
     "a rank that has begun the same, and has returned": [waits(0, stands(1)), returned(1, collective(1))],

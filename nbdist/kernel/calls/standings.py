@@ -44,7 +44,7 @@ class Standing:
     flight: Sequence[Collective] | None = None
     """The collectives that torch's flight recorder has, if it was read."""
     active: bool = False
-    """True if a thread of a rank that has returned may do something."""
+    """True if other threads of the rank may do something."""
 
     @property
     def stands_in(self) -> list[Collective]:

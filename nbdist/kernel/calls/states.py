@@ -84,11 +84,12 @@ def observe(
         begun = [_entered(one, now) for one in recording.read(rank)]
         places = {one.number: _place(one, numbers) for one in begun}
         flight = flights.parse(answers.get(rank, ""), len(pids))
-        own = Standing(rank, "returned" if rank in targets else "absent", begun=begun, places=places, flight=flight)
         threads = stacks.other_threads(answers.get(rank, ""))
+        active = threads is None or not all(_is_silent(frames) for _, frames in threads)
+        own = Standing(rank, "returned" if rank in targets else "absent", begun=begun, places=places)
+        own = replace(own, flight=flight, active=active)
         if rank not in pending:
-            active = threads is None or not all(_is_silent(frames) for _, frames in threads)
-            found.append(replace(own, active=active))
+            found.append(own)
         elif rank in stopped:
             found.append(replace(own, state="stopped", doing="is stopped", seconds=now - still))
         else:
@@ -179,7 +180,8 @@ def _for_what_comes(own: Standing, seen: Seen, inner: Sequence[Frame], pids: Seq
     called = stacks.describe(list(seen.frames)) if inner else f"waits{at}"
     doing = f"{called}: it reads an empty pipe" if awaits == "pipe" else called
     ranks = frozenset(pids.index(one) for one in wakers)
-    return replace(own, state="nothing comes", doing=doing, awaits=awaits, wakers=ranks)
+    # Its other threads wait, too: `wakers` has looked at them.
+    return replace(own, state="nothing comes", doing=doing, awaits=awaits, wakers=ranks, active=False)
 
 
 def _is_silent(frames: Sequence[Frame]) -> bool:

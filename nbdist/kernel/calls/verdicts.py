@@ -32,7 +32,9 @@ def verdict(standings: Sequence[Standing]) -> Verdict | None:
         standings: All ranks of the process group, by number, after some seconds in which none of them worked.
     """
     pending = [one for one in standings if one.state not in ("returned", "absent")]
-    if not pending or any(one.state == "runs" for one in pending):
+    stuck = _stuck(standings)
+    may_go_on = {one.rank for one in pending if one.state == "nothing comes"} - stuck
+    if not pending or may_go_on or any(one.state == "runs" for one in pending):
         return None
     for known in (with_flights(standings), standings):
         pending = [known[one.rank] for one in pending]
@@ -134,9 +136,8 @@ _AWAITED = {
 
 
 def _nothing_comes(standings: Sequence[Standing], pending: Sequence[Standing]) -> Found:
-    stuck = _stuck(standings)
     for one in pending:
-        if one.state == "nothing comes" and one.rank in stuck:
+        if one.state == "nothing comes":
             alone, with_others, advice = _AWAITED[one.awaits]
             if not one.wakers and one.awaits != "key":
                 return alone.format(rank=one.rank), advice
@@ -148,7 +149,7 @@ def _nothing_comes(standings: Sequence[Standing], pending: Sequence[Standing]) -
 
 def _stuck(standings: Sequence[Standing]) -> set[int]:
     """Return the ranks whose waits only ranks could end that are stuck, too, or have left the call."""
-    left = {one.rank for one in standings if one.state in ("returned", "absent") and not one.active}
+    left = {one.rank for one in standings if one.state in ("returned", "absent")}
     stuck = {one.rank for one in standings if one.state not in ("returned", "absent", "runs")}
     while free := {rank for rank in stuck if not _is_held(standings[rank], standings, stuck | left)}:
         stuck -= free
@@ -158,7 +159,7 @@ def _stuck(standings: Sequence[Standing]) -> set[int]:
 def _is_held(one: Standing, standings: Sequence[Standing], still: set[int]) -> bool:
     """Return whether a rank waits for ranks of `still`."""
     if one.state == "nothing comes":
-        return one.wakers <= still
+        return one.wakers <= still and not any(standings[rank].active for rank in {one.rank, *one.wakers})
     if one.state == "file lock":
         return one.holder in still
     return one.state not in ("collective", "lock") or bool(missing_ranks(one, standings) & still)
