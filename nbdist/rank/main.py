@@ -12,8 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from ..system.private import make_folder
