@@ -142,7 +142,7 @@ def answer(fd: int, actions: Mapping[str, Callable[..., None]], more: Callable[[
     _thread.start_new_thread(serve, (fd, _thread.get_ident(), actions, more))
 
 
-def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]], more: Callable[[], str]) -> None:
+def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]], more: Callable[[], str] = str) -> None:
     """Send, in a thread, the stack of the thread `main` and more, and carry out orders, until the kernel ends."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     order = bytearray()
