@@ -12,6 +12,7 @@ from fastai.callback.core import Callback
 from ..recsys.loader.base import Loader
 from ..replay.log import StepLog
 from ..replay.random_states import random_state, set_random_state
+from .callback_states import restore, states
 
 __all__ = ["RecordSteps"]
 
@@ -20,9 +21,10 @@ class RecordSteps(Callback):
     """A callback that records a training on CPU ranks, so that `nbdist.replay_step` can run any of its steps again.
 
     A step is a batch of training, counted over all trainings of the learner. A snapshot holds the states of model,
-    optimizer and loader, the gradients, and the states of the random generators. The first snapshots are 25 steps
-    apart; in a longer training, the distance grows, so that each rank has at most 20. Each step also costs some
-    microseconds and four bytes, for a mark of its result.
+    optimizer and loader, the gradients, the values that other callbacks have collected (numbers, strings, tensors,
+    lists and dicts of these, and objects with a `state_dict`), and the states of the random generators. The first
+    snapshots are 25 steps apart; in a longer training, the distance grows, so that each rank has at most 20. Each step
+    also costs some microseconds and four bytes, for a mark of its result.
 
     Args:
         folder: A folder that all ranks can reach, and that holds no recording. It is made if it does not exist.
@@ -55,6 +57,7 @@ class RecordSteps(Callback):
         self._steps = self._fits = self._skipped = self._number = 0
         self._start: Any = None
         self._begun: dict[str, Any] = {}
+        self._paused: list[Callback] = []
 
     def before_fit(self) -> None:
         """Begin to record. While a step is run again, skip a training that ended before this step."""
@@ -69,9 +72,17 @@ class RecordSteps(Callback):
                 raise CancelFitException
 
     def before_epoch(self) -> None:
-        """While a step is run again, skip an epoch that ended before this step."""
+        """While a step is run again, skip an epoch that ended before this step, without the other callbacks."""
         if self._start is not None and self.epoch < self._start["epoch"]:
+            self._paused = self._paused or [one for one in self._others() if one.run]
+            for one in self._paused:
+                one.run = False
             raise CancelEpochException
+        paused, self._paused = self._paused, []
+        for one in paused:
+            one.run = True
+            if one.order <= self.order:
+                one("before_epoch")
 
     def before_train(self) -> None:
         """Record the state on which the order of the batches depends, and write the first snapshot; or continue from a
@@ -97,6 +108,9 @@ class RecordSteps(Callback):
         self._log.done(self._steps, [self.model], float(self.loss))
         self._log.write(self._steps, self._state)
 
+    def _others(self) -> list[Callback]:
+        return [one for one in self.learn.cbs.sorted("order") if one is not self]
+
     def _state(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
         return {
@@ -104,6 +118,7 @@ class RecordSteps(Callback):
             **{"begun": self._begun, "random": random_state(), "model": self.model.state_dict()},
             **{"optimizer": self.opt.state_dict(), "gradients": [one.grad for one in self.model.parameters()]},
             **{"pct_train": self.learn.pct_train, "train_iter": self.learn.train_iter},
+            "callbacks": states(self._others()),
         }
 
     def _load(self) -> None:
@@ -113,6 +128,7 @@ class RecordSteps(Callback):
         for one, gradient in zip(self.model.parameters(), state["gradients"], strict=True):
             one.grad = gradient
         self.learn.pct_train, self.learn.train_iter = state["pct_train"], state["train_iter"]
+        restore(self._others(), state["callbacks"])
         self._steps = state["step"]
         set_random_state(state["random"])
 
