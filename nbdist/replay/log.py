@@ -145,14 +145,17 @@ class StepLog:
         """Return a checksum of the loss, and of some elements of the parameters and of their gradients, if they have
         any."""
         if self._chosen is None:
-            plain = [one for module in modules for one in module.parameters() if one.requires_grad and _readable(one)]
+            # The rows of a table of raw ids have another order after a snapshot.
+            parts = [part for module in modules for part in module.modules() if not hasattr(part, "recorded_by")]
+            found = dict.fromkeys(one for part in parts for one in part.parameters(recurse=False))
+            plain = [one for one in found if one.requires_grad and _readable(one)]
             self._chosen = plain[:: max(1, len(plain) // _PARAMETERS)]
-        found = zlib.crc32(struct.pack("d", loss))
+        mark = zlib.crc32(struct.pack("d", loss))
         for one in self._chosen:
             for tensor in (one, one.grad):
                 if tensor is not None and _readable(tensor):
-                    found = zlib.crc32(tensor.detach().view(-1)[:_ELEMENTS].view(torch.uint8).numpy().tobytes(), found)
-        return found.to_bytes(_MARK, "little")
+                    mark = zlib.crc32(tensor.detach().view(-1)[:_ELEMENTS].view(torch.uint8).numpy().tobytes(), mark)
+        return mark.to_bytes(_MARK, "little")
 
     def close(self) -> None:
         """Close the file of the marks."""

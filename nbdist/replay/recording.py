@@ -34,7 +34,7 @@ class Recording:
             `state_dict()` and `load_state_dict(...)`.
 
     Raises:
-        TypeError: One of the objects lacks these methods, or none is a model.
+        TypeError: One of the objects lacks these methods, none is a model, or a model has a table of raw ids.
         ValueError: The folder already holds a recording, or the rank has a GPU.
         RuntimeError: The process is in no process group.
 
@@ -68,6 +68,12 @@ class Recording:
             raise TypeError("Recording needs the model among its objects: Recording(folder, model, optimizer)")
         self._objects = objects
         self._modules = [one for one in objects if isinstance(one, nn.Module)]
+        for part in (part for module in self._modules for part in module.modules()):
+            if hasattr(part, "recorded_by"):
+                raise TypeError(
+                    f"Recording cannot restore a {type(part).__name__} together with its optimizer: train it with "
+                    f"{part.recorded_by}"
+                )
         self._log = StepLog(folder)
         self._step = self._pass = self._number = 0
         self._in_step = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ class RawTable(nn.Module):
         >>> RawTable(2, RawIds())(torch.tensor([2**60]))  # an id without a row
         tensor([[0., 0.]], grad_fn=<WhereBackward0>)
     """
+
+    recorded_by: ClassVar[str] = "nbdist.recsys.training.fit(..., record=folder)"
+    """The way to record a training of this table: a row and its optimizer's state have another number after a load."""
 
     def __init__(self, width: int, options: RawIds, device: torch.device | str = "cpu") -> None:
         super().__init__()
