@@ -98,13 +98,18 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 def _refuses(obj: Any) -> bool:
     """Return whether `obj` raises an exception that has nothing to do with its parts, such as a queue that may only be
     inherited."""
-    if not _fails(obj, False, {id(child): None for _, child in _parts(obj)}):
-        return False
+    if _is_polars(obj) or not _fails(obj, False, {id(child): None for _, child in _parts(obj)}):
+        return False  # polars makes a column, an object with another id, whenever it is asked for it
     try:
         obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     except Exception:
         return True
     return False
+
+
+def _is_polars(obj: Any) -> bool:
+    polars = sys.modules.get("polars")
+    return polars is not None and (is_a(obj, polars.DataFrame) or is_a(obj, polars.Series))
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:

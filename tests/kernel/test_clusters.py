@@ -135,7 +135,7 @@ def test_ray_on_two_hosts_is_used_and_ends(ssh: list[str]) -> None:
         assert "running" in repr(own)
         assert all(os.stat(f"/tmp/{name}").st_mode & 0o777 == 0o700 for name in folders() - before)
     assert engines.in_use() == "local" and "closed" in repr(own)
-    assert folders() == before
+    assert poll(lambda: not folders() - before)  # other tests have clusters, too
 
 
 @pytest.mark.long("clusters of Ray")
@@ -154,7 +154,7 @@ def test_ray_on_slurms_nodes_ends_with_the_notebook(srun: Path, tmp_path: Path) 
         assert sum(one.name() == "raylet" for one in started) == 2
         os.kill(kernel.pid, signal.SIGKILL)
         assert poll(lambda: not living(started)), living(started)
-        assert poll(lambda: folders() == before)
+        assert poll(lambda: not folders() - before)
     finally:
         kernel.close()
         for one in living(started):
