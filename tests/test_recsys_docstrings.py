@@ -9,23 +9,9 @@ from typing import Any
 import pytest
 from test_docstrings import check_example
 
-from nbdist import warm
+from nbdist import recsys, warm
 from nbdist.recsys.triton.serving import exists_for_this_machine
 
-ROOMS = (
-    "datasets",
-    "days",
-    "etl",
-    "loader",
-    "metrics",
-    "models",
-    "raw_ids",
-    "recommenders",
-    "retrieval",
-    "sharding",
-    "training",
-    "triton",
-)
 #: Values and the names of types, which have no docstrings.
 VALUES = {
     *("NULL", "NULL_FLOAT_BITS", "NULL_STRING", "NULL_UNSIGNED", "PADDING", "PADDING_STRING", "PADDING_UNSIGNED"),
@@ -37,7 +23,7 @@ SERVED = {"Server", "serve"}
 def public() -> dict[str, Any]:
     """Every public name, with its room's before it."""
     found = {}
-    for name in ROOMS:
+    for name in recsys._PACKAGES:
         room = importlib.import_module(f"nbdist.recsys.{name}")
         found |= {f"{name}.{one}": getattr(room, one) for one in set(room.__all__) - VALUES}
     return found

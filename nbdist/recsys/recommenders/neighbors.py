@@ -13,7 +13,7 @@ from ...checks import check_count, check_number
 from ..loader.columns import Ragged
 from .base import Recommender
 from .gram import columns_of_gram
-from .interactions import Interactions, part_of, rows_of_values
+from .interactions import Interactions, part_of, rows_of_values, transposed
 from .spaces import Range, Space
 
 
@@ -70,8 +70,7 @@ class ItemKNN(Recommender):
     def _pairs(self) -> Ragged:
         """The numbers of the elements of `_places` and `_cosines` that belong to each item taken."""
         taken = self._places.flatten()
-        counts = taken.bincount(minlength=len(self._places))
-        return Ragged(taken.argsort(stable=True), torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        return transposed(Ragged(taken, torch.arange(len(taken) + 1)), len(self._places))
 
     def _contributions(self, taken: Tensor, item: int) -> tuple[Tensor, None]:
         same = self._places[item] == taken[:, None]
