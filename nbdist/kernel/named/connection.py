@@ -119,7 +119,7 @@ class Connection:
                 self._wakeups.append(wakeup)
 
     def end_keeper(self) -> None:
-        """End the keeper and its ranks, and wait for its end."""
+        """End the keeper, and wait until its ranks have ended and the session's files are closed or removed."""
         with contextlib.suppress(NbdistError), self._used() as channel:
             channel.send(("close",))
             channel.receive()  # nothing comes but the end
