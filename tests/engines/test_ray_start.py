@@ -73,6 +73,7 @@ def test_the_reason_why_a_node_does_not_start_comes_from_its_logs(tmp_path: Path
 def test_processes_of_ray_do_not_build_a_parser_that_they_do_not_use() -> None:
     path = environment({"PYTHONPATH": "elsewhere", "RAY_agent_register_timeout_ms": "5"})
     assert path["PYTHONPATH"] == f"{LIGHT}:elsewhere" and "RAY_agent_register_timeout_ms" not in path
+    assert path["RAY_prestart_worker_first_driver"] == "0" and path["REPORTER_UPDATE_INTERVAL_MS"] == "60000"
     code = (
         f"import sys; sys.path.insert(0, {LIGHT!r})\n"
         "import jsonschema, rfc3987_syntax\n"

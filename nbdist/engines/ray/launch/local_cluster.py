@@ -28,7 +28,7 @@ class LocalCluster(Cluster):
     def __init__(self, nodes: int = 2, head: Mapping[str, Any] | None = None, **options: Any) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         super().__init__()
-        self._options = {"object_store_memory": 200 << 20, "include_dashboard": False, **options}
+        self._options = {"object_store_memory": 200 << 20, "include_dashboard": False, "no_monitor": True, **options}
         self.add_node(**(head or {}))
         for _ in range(nodes - 1):
             self.add_node()

@@ -71,7 +71,7 @@ def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
     import ray._private.parameter
 
     parameters = ray._private.parameter.RayParams(
-        include_dashboard=False, temp_dir=sessions, **folders.store(sessions), **ports
+        include_dashboard=False, no_monitor=True, temp_dir=sessions, **folders.store(sessions), **ports
     )
     return ray._private.node.Node(parameters, head=True, spawn_reaper=True, ray_init_cluster=True)
 

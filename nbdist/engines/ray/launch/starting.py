@@ -32,6 +32,9 @@ _PORTS = {
 _ANSWERED_BY_FILE = "dashboard_agent_listen_port"
 #: How long a raylet waits otherwise, for an agent's answers and for a worker: by default half a minute and a minute.
 _PATIENCE = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
+#: Work of Ray that nbdist has no use for: a worker for each CPU at the first connection, where one is used, and reports
+#: about the node every 5 seconds, in milliseconds here. The reports are for the dashboard, which nbdist does not start.
+_LESS_WORK = {"RAY_prestart_worker_first_driver": "0", "REPORTER_UPDATE_INTERVAL_MS": "60000"}
 #: How often a node is started that is not there after Ray's half minute.
 ATTEMPTS = 4
 #: What the raylet writes before it ends because an agent was slow.
@@ -42,10 +45,11 @@ _FATAL = re.compile(r"^\[.*? [CF] .*?\] *(?:\(\w+\) )?(?:\S+:\d+: +)?(.+)|^(\w+(
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with further variables for Ray's processes, which make their imports faster and Ray more
-    patient.
+    patient, and spare it work that nbdist has no use for.
     """
     path = os.pathsep.join(filter(None, [LIGHT, environ.get("PYTHONPATH", "")]))
-    return {**{name: value for name, value in _PATIENCE.items() if name not in environ}, "PYTHONPATH": path}
+    added = {**_PATIENCE, **_LESS_WORK}
+    return {**{name: value for name, value in added.items() if name not in environ}, "PYTHONPATH": path}
 
 
 def free_ports(count: int) -> list[int]:
