@@ -25,8 +25,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import psutil
 import pytest
 import warm as warm_programs
-from hypothesis import HealthCheck, settings
-from jupyter_client.manager import KernelManager
 
 from nbdist import Session, warm
 from nbdist.engines import forkserver
@@ -56,7 +54,15 @@ def pytest_configure() -> None:
 
     They take signals as in the foreground: a run in the background (`nohup make test &`) ignores some of them, and so
     would all that it starts.
+
+    How fast the machine is decides no test: Hypothesis would say that an example takes too long. It is imported here
+    because ranks import this file: the file of a test whose functions they run imports it.
     """
+    from hypothesis import HealthCheck, settings
+
+    about = {"deadline": None, "max_examples": 50, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("any machine", **about)  # type: ignore[arg-type]
+    settings.load_profile("any machine")
     folder = _programs.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-state-"))
     os.environ["XDG_STATE_HOME"] = folder  # the tests must not see the user's named sessions
     if LINUX:
@@ -90,18 +96,19 @@ LINUX = rank_memory.POSSIBLE
 NUMBERS_CELLS = int(version("ipython").split(".")[0]) >= 8
 
 
-# How fast the machine is decides no test: Hypothesis would say that an example takes too long.
-settings.register_profile("any machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
-
-
 def poll(condition: Callable[[], Any], seconds: float = 300.0) -> bool:
-    """Wait until `condition()` holds; whether it did in a time that only a hang takes."""
-    deadline = time.monotonic() + seconds
+    """Wait until `condition()` holds; whether it did in a time that only a hang takes.
+
+    A look that takes long, such as one at all processes, is taken less often: the cores are for what is waited for.
+    """
+    begin = time.monotonic()
+    deadline = begin + seconds
     while not condition():
-        if time.monotonic() > deadline:
+        looked = time.monotonic()
+        if looked > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(min(0.5, max(0.01, 2 * (looked - begin))))
+        begin = time.monotonic()
     return True
 
 
@@ -263,7 +270,7 @@ def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any
     from nbdist.engines.ray.launch.local_cluster import LocalCluster
 
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address for `auto`
-    cluster = LocalCluster(1, head, num_cpus=4, temp_dir=folder)
+    cluster = LocalCluster(1, {"include_log_monitor": False, **head}, num_cpus=4, temp_dir=folder)
     cluster.add_node(**{"resources": {"second": 1.0}, **(second or {})})
     return cluster
 
@@ -303,6 +310,8 @@ class Kernel:
 
     def __init__(self, cwd: Path, env: dict[str, str] | None = None, wrapper: list[str] | None = None) -> None:
         """`env` is set on top of the environment; `wrapper` is a command that starts the kernel's command."""
+        from jupyter_client.manager import KernelManager  # here, as ranks import this file
+
         self.cwd = cwd
         self._stuck = False
         # No ports: another process could take one before the kernel does.

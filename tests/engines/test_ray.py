@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +18,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from calls import sums
 from conftest import Kernel, living, open_fds, poll, ranks_of, start_cluster
-from test_contract import sums, train
 
 import nbdist
 from nbdist import NbdistError, RankDied, RayOptions, Session
-from nbdist.engines.ray.driver import connecting
 from nbdist.engines.ray.kernel import driver_process as process
 from nbdist.engines.ray.kernel.ranks import RayEngine, RayRanks
+from nbdist.engines.ray.launch.starting import LIGHT
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.session import executor_of
 from nbdist.wire.channel import Channel
@@ -35,18 +33,20 @@ from nbdist.wire.channel import Channel
 pytestmark = pytest.mark.long("clusters of Ray")
 
 
-@pytest.fixture
-def options(ray_cluster: Any) -> RayOptions:
-    return RayOptions(address=ray_cluster.address, placement="spread")
+@pytest.fixture(scope="module")
+def options(ray_cluster: Any) -> Iterator[RayOptions]:
+    """Ranks over both nodes. What a test has started there, but for its ranks, stays for the next test."""
+    yield RayOptions(address=ray_cluster.address, placement="spread", cpus=0.5, linger=1000.0)
+    process.release()
 
 
 def node_rank() -> int:
     return int(os.environ["NODE_RANK"])
 
 
-def raylet() -> int:
-    """Return the node of this rank: the process that is its node."""
-    return next(process.pid for process in psutil.Process().parents() if process.name() == "raylet")
+def raylet(pid: int | None = None) -> int:
+    """Return the node of a rank, by default of this one: the process that is its node."""
+    return next(process.pid for process in psutil.Process(pid).parents() if process.name() == "raylet")
 
 
 def raylet_of(node: Any) -> int:
@@ -62,52 +62,6 @@ def free_cpus(cluster: Any) -> float:
 # -------------------------------------------------------------------------------------------------------------- options
 
 
-@pytest.mark.parametrize("wait", [60.0, 0.0])
-def test_a_busy_cluster_is_asked_again(monkeypatch: pytest.MonkeyPatch, wait: float) -> None:
-    answers = [
-        ConnectionAbortedError(f"Initialization failure from server:\n{reason}")
-        for reason in (
-            "RuntimeError: Starting Ray client server failed. See logs",
-            "ray client connection timeout",
-            "psutil.ZombieProcess: PID still exists but it's a zombie (pid=31494)",
-        )
-    ]
-
-    def init(**options: Any) -> None:
-        if answers:
-            raise answers.pop(0)
-
-    monkeypatch.setattr("ray.init", init)
-    monkeypatch.setattr(connecting.time, "sleep", lambda seconds: None)
-    said: list[str] = []
-    if wait:
-        connecting.connect(RayOptions(address="auto", wait=wait), said.append)
-        assert len(said) == 3 and "busy (Starting Ray client server failed); trying again" in said[0]
-    else:
-        with pytest.raises(connecting.Refused, match=r"(?s)no connection to Ray at 'auto': .*Starting Ray client"):
-            connecting.connect(RayOptions(address="auto", wait=wait), said.append)
-
-
-def test_ray_is_not_asked_again_after_a_version_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**options: Any) -> None:
-        raise RuntimeError("version mismatch")
-
-    monkeypatch.setattr("ray.init", init)
-    with pytest.raises(connecting.Refused, match="version mismatch"):
-        connecting.connect(RayOptions(address="auto"), print)
-
-
-@pytest.mark.parametrize(
-    ("placement", "nranks", "nodes"),
-    [("pack", 4, [0] * 4), ("strict_pack", 3, [0] * 3), ("spread", 4, [0, 0, 1, 1]), ("strict_spread", 2, [0, 1])],
-)
-def test_placement(ray_cluster: Any, placement: str, nranks: int, nodes: list[int]) -> None:
-    options = RayOptions(address=ray_cluster.address, placement=placement, linger=0.0)
-    with Session(nranks, engine=options) as own:
-        assert own.run_all(node_rank) == nodes
-        assert own.run(sums) == nranks
-
-
 def test_ranks_that_are_placed_together(ray_cluster: Any) -> None:
     options = RayOptions(address=ray_cluster.address, placement="strict_spread", ranks_per_node=2, cpus=0.5, linger=0.0)
     with Session(3, engine=options) as own:
@@ -117,38 +71,32 @@ def test_ranks_that_are_placed_together(ray_cluster: Any) -> None:
 
 def test_ranks_on_one_node_use_no_network(ray_cluster: Any) -> None:
     with Session(2, engine=RayOptions(address=ray_cluster.address, placement="strict_pack", linger=0.0)) as own:
-        assert own.run(lambda: os.environ["MASTER_ADDR"]) == "127.0.0.1"
+        assert own.run_all(lambda: (node_rank(), os.environ["MASTER_ADDR"])) == [(0, "127.0.0.1")] * 2
 
 
-def test_a_custom_resource_chooses_the_node(ray_cluster: Any) -> None:
-    options = RayOptions(address=ray_cluster.address, resources={"second": 0.25}, linger=0.0)
-    (second,) = ray_cluster.worker_nodes
-    with Session(2, engine=options) as own:
-        assert own.run_all(raylet) == [raylet_of(second)] * 2
-
-
-def test_a_gpu_for_each_rank_is_its_own(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_gpu_for_each_rank_is_its_own(ray_cluster: Any) -> None:
     """Ray believes what a node says of its GPUs: there are none here, but the ranks are given their numbers."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
     try:
-        options = RayOptions(address=ray_cluster.address, gpus=1, linger=0.0)
-        with pytest.raises(Exception, match=r"(?i)cuda"), Session(2, engine=options) as own:
-            assert "on cuda" in repr(own)
-            own.run(sums)
         for together in (1, 2):
-            engine = RayEngine(RayOptions(**{**vars(options), "ranks_per_node": together}))
-            ranks = engine.start(2, print)
+            options = RayOptions(address=ray_cluster.address, gpus=1, ranks_per_node=together, linger=1000.0)
+            ranks = RayEngine(options).start(2, print)
             assert ranks.setting(0, {}).environ["CUDA_VISIBLE_DEVICES"] == "0,1"
             assert [slot.local_rank for slot in ranks.slots] == [0, 1]
             ranks.close()
+            if together == 1:  # once is enough; on the resources of the ranks before
+                with pytest.raises(Exception, match=r"(?i)cuda"), Session(2, engine=options) as own:
+                    assert "on cuda" in repr(own)
+                    own.run(sums)
+            process.release()
     finally:
         process.release()
         ray_cluster.remove_node(node)
 
 
-def test_threads_are_the_cpus_of_a_rank(ray_cluster: Any) -> None:
+def test_threads_are_the_cpus_of_a_rank_on_as_few_nodes_as_possible(ray_cluster: Any) -> None:
     with Session(2, engine=RayOptions(address=ray_cluster.address, cpus=2, linger=0.0)) as own:
-        assert own.run_all(torch.get_num_threads) == [2, 2]
+        assert own.run_all(lambda: (node_rank(), torch.get_num_threads())) == [(0, 2), (0, 2)]
 
 
 def test_the_working_directory_of_the_runtime_environment(ray_cluster: Any, tmp_path: Path) -> None:
@@ -165,6 +113,7 @@ def test_the_working_directory_of_the_runtime_environment(ray_cluster: Any, tmp_
 
 
 def test_a_cluster_that_is_too_small_says_what_is_missing(ray_cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    process.release()
     options = RayOptions(address=ray_cluster.address, cpus=3, resources={"second": 0.5, "license": 1}, wait=4)
     with pytest.raises(NbdistError, match=r"no room for 4 ranks for 4 s: license: 4 wanted, 0 free of 0") as caught:
         in_ddp_on(options, 4)
@@ -179,11 +128,17 @@ def in_ddp_on(options: RayOptions, nranks: int) -> Any:
 
 
 def test_ranks_start_as_soon_as_there_is_room(ray_cluster: Any) -> None:
-    options = RayOptions(address=ray_cluster.address, cpus=3, linger=0.0)
-    first = Session(2, engine=options)
-    assert first.run(sums) == 2.0
-    threading.Timer(3.0, first.close).start()
-    assert in_ddp_on(options, 2) == 2.0
+    options = RayOptions(address=ray_cluster.address, resources={"second": 0.75}, linger=0.0)
+    waiting: list[str] = []
+
+    def makes_room(notice: str) -> None:
+        waiting.append(notice)
+        first.stop()
+
+    first = process.DriverProcess(options, 1, print)
+    with contextlib.closing(RayEngine(options).start(1, makes_room)) as ranks:
+        assert "waiting for room for 1 rank (" in waiting[0]
+        assert poll(lambda: ranks.pids[0] is not None) and raylet(ranks.pids[0]) == raylet_of(*ray_cluster.worker_nodes)
 
 
 def test_no_cluster_at_that_address() -> None:
@@ -198,7 +153,7 @@ def test_other_versions_on_the_nodes_are_named_before_any_rank_starts(ray_cluste
         info = tmp_path / f"{name}-0.1.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent.parent)])
+    path = os.pathsep.join([str(tmp_path), LIGHT, str(Path(__file__).parent.parent.parent)])
     options = RayOptions(address=ray_cluster.address, runtime_env={"env_vars": {"PYTHONPATH": path}})
     expected = rf"differ: node 0: torch is 0.1, here {torch.__version__.partition('+')[0]}; cloudpickle is 0.1"
     with pytest.raises(NbdistError, match=expected):
@@ -219,13 +174,14 @@ def test_captured_data_goes_to_each_node_once(options: RayOptions) -> None:
         found = [psutil.Process(pid).memory_info() for pid in own.run_all(os.getpid)]
         return [info.rss - info.shared for info in found]
 
-    with Session(6, engine=options) as own:
+    with Session(4, engine=options) as own:
+        assert own.run_all(node_rank) == [0, 0, 1, 1]
         before = private()
-        assert own.run_all(total) == [data.sum()] * 6
+        assert own.run_all(total) == [data.sum()] * 4
         ranks: Any = executor_of(own).group.ranks  # type: ignore[union-attr]
         received = ranks.received()
         assert len(received) == 2 and all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
-        assert own.run_all(total) == [data.sum()] * 6
+        assert own.run_all(total) == [data.sum()] * 4
         assert ranks.received() == received  # unchanged: not sent again
         # One copy a node, which its ranks share.
         after = private()
@@ -240,180 +196,7 @@ def test_only_nodes_that_run_the_function_get_its_data(options: RayOptions) -> N
         assert first == 0 and second >= data.nbytes
 
 
-def test_data_are_passed_on_from_node_to_node(ray_cluster: Any) -> None:
-    nodes = [ray_cluster.add_node(num_cpus=1, resources={"many": 1.0}, object_store_memory=80 << 20) for _ in range(4)]
-    data = np.random.default_rng(0).random(5 << 20)  # 40 MB
-    options = RayOptions(address=ray_cluster.address, resources={"many": 1.0}, cpus=0.5, linger=0.0)
-    try:
-        with Session(4, engine=options) as own:
-            assert own.run_all(node_rank) == [0, 1, 2, 3]
-            assert own.run_all(lambda: float(data.sum())) == [data.sum()] * 4
-            received = executor_of(own).group.ranks.received()  # type: ignore[union-attr]
-            assert all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
-    finally:
-        for node in nodes:
-            ray_cluster.remove_node(node)
-
-
-# ------------------------------------------------------------------------------------------------ what the kernel holds
-
-
-def test_the_kernel_holds_as_much_for_many_ranks_as_for_few(options: RayOptions) -> None:
-    def nothing() -> None: ...
-
-    def costs(ranks: int) -> tuple[int, int, int]:
-        """Descriptors of a session's; messages to the driver and from it in a call."""
-        small = RayOptions(**{**vars(options), "cpus": 0.25, "linger": 0.0})
-        before, traffic = open_fds(), []
-        with Session(ranks, engine=small) as own, pytest.MonkeyPatch.context() as patch:
-            own.run(nothing)
-            descriptors = open_fds() - before
-            send, receive = Channel.send, Channel.receive
-            patch.setattr(Channel, "send", lambda *args, **kw: (send(*args, **kw), calls.__setitem__(0, calls[0] + 1)))
-            for _ in range(10):
-                calls = [0, 0]
-
-                def count(channel: Channel, calls: list[int] = calls) -> Any:
-                    message = receive(channel)
-                    calls[1] += message[0][0] == "event"
-                    return message
-
-                patch.setattr(Channel, "receive", count)
-                own.run(nothing)
-                traffic.append(tuple(calls))
-        return descriptors, *min(traffic)
-
-    process.release()  # of the session before, which would go in the meantime
-    few, many = costs(2), costs(16)
-    assert few[:2] == many[:2] and many[1] == 1, "one message for all ranks"
-    assert many[2] <= 4, f"{many[2]} messages from two nodes with 16 ranks"
-
-
 # --------------------------------------------------------------------------------------------------------------- losses
-
-
-def test_the_next_call_finds_the_room_and_the_processes_of_the_last(ray_cluster: Any, options: RayOptions) -> None:
-    process.release()
-    with Session(2, engine=options) as own:
-        assert own.run(sums) == 2.0
-        parents = own.run_all(os.getppid)  # what takes seconds to start on a node
-    for _ in range(2):
-        with Session(2, engine=options) as own:
-            assert own.run_all(os.getppid) == parents
-    assert free_cpus(ray_cluster) == 6.0
-    process.release()
-    assert poll(lambda: free_cpus(ray_cluster) == 8.0)
-
-
-def test_a_lost_node_is_named_and_restarts_end_in_the_same_loss(
-    ray_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    third = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
-    options = RayOptions(address=ray_cluster.address, resources={"big": 0.5}, cpus=0.5, linger=0.0)
-    fourth = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
-    nodes = {raylet_of(node): node for node in (third, fourth)}
-    spread = RayOptions(**{**vars(options), "placement": "strict_spread"})
-
-    def lose_in_mid_epoch(restarts: int) -> Any:
-        with Session(2, engine=spread, restarts=restarts) as own:
-            victim = nodes.pop(own.run_all(raylet)[1])
-            halfway = tmp_path / "halfway"
-            halfway.unlink(missing_ok=True)
-
-            def stops_halfway() -> tuple[float, int]:
-                barrier, steps = dist.barrier, itertools.count(1)
-
-                def barrier_and_stop() -> None:
-                    barrier()
-                    if next(steps) == 3:  # and rank 0 waits for it in the fourth step
-                        halfway.touch()
-                        time.sleep(1000)
-
-                if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                    dist.barrier = barrier_and_stop
-                return train(str(tmp_path), -1)
-
-            future = own.submit(stops_halfway)
-            assert poll(halfway.exists)
-            ray_cluster.remove_node(victim, allow_graceful=False)
-            replacement = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
-            nodes[raylet_of(replacement)] = replacement
-            return future.result()
-
-    try:
-        with Session(2, engine=spread) as own:
-            undisturbed, _ = own.run(train, str(tmp_path), -1)
-        (tmp_path / "snapshot.pt").unlink()
-        assert lose_in_mid_epoch(restarts=1) == (undisturbed, 1)
-        assert "was lost with node 1 (" in capsys.readouterr().err
-        (tmp_path / "snapshot.pt").unlink()
-        with pytest.raises(RankDied, match=r"rank 1 .* was lost with node 1 \(") as caught:
-            lose_in_mid_epoch(restarts=0)
-        assert caught.value.rank == 1
-    finally:
-        for node in nodes.values():
-            ray_cluster.remove_node(node)
-
-
-@pytest.fixture
-def own_nodes(ray_cluster: Any) -> Iterator[Any]:
-    """Adds nodes to the cluster on which a session of this test runs alone; `nodes` by the processes that are these."""
-
-    class Nodes:
-        options = RayOptions(
-            address=ray_cluster.address, resources={"own": 0.5}, cpus=0.5, placement="strict_spread", linger=0.0
-        )
-
-        def __init__(self) -> None:
-            self.nodes: dict[int, Any] = {}
-
-        def add(self) -> None:
-            node = ray_cluster.add_node(num_cpus=1, resources={"own": 1.0}, object_store_memory=80 << 20)
-            self.nodes[raylet_of(node)] = node
-
-        def lose(self, pid: int) -> None:
-            ray_cluster.remove_node(self.nodes.pop(pid), allow_graceful=False)
-
-    own = Nodes()
-    try:
-        yield own
-    finally:
-        for node in own.nodes.values():
-            ray_cluster.remove_node(node)
-
-
-def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
-    own_nodes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own_nodes.add()
-    own_nodes.add()
-
-    def fn(folder: str) -> tuple[int, list[int]]:
-        count, size = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size()
-        open(os.path.join(folder, f"{count}-{size}-{dist.get_rank()}"), "w").close()
-        while count == 0 or not os.path.exists(os.path.join(folder, "grown")):
-            time.sleep(0.05)
-        if count == 1:
-            os._exit(9)
-        everybody: list[Any] = [None] * size
-        dist.all_gather_object(everybody, dist.get_rank())
-        return size, everybody
-
-    with Session(2, engine=own_nodes.options, restarts=2, min_ranks=1) as own:
-        victim = own.run_all(raylet)[1]
-        future = own.submit(fn, str(tmp_path))
-        assert poll(lambda: len(list(tmp_path.glob("0-2-*"))) == 2)
-        own_nodes.lose(victim)
-        assert poll((tmp_path / "1-1-0").exists, 200)
-        assert own.nranks == 1 and str(own.status()).startswith("1 rank,")
-        own_nodes.add()
-        (tmp_path / "grown").touch()
-        assert future.result() == (2, [0, 1]) and own.nranks == 2
-    said = capsys.readouterr().err
-    assert (
-        "2 ranks were asked for and 1 could be started: the call goes on with 1. The next restart asks for 2 again"
-        in said
-    ), said
 
 
 def test_min_ranks_takes_the_ranks_that_fit(ray_cluster: Any) -> None:
@@ -424,35 +207,117 @@ def test_min_ranks_takes_the_ranks_that_fit(ray_cluster: Any) -> None:
         RayEngine(options).start(4, print, least=3)
 
 
-def test_a_node_that_is_drained_lets_all_ranks_know_at_the_same_step(
-    own_nodes: Any, ray_cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    from ray._raylet import GcsClient
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+class Nodes:
+    """Nodes of a cluster on which a session runs alone: `nodes` by the processes that are these."""
 
-    own_nodes.add()
-    own_nodes.add()
+    def __init__(self, cluster: Any) -> None:
+        self.cluster, self.nodes = cluster, dict[int, Any]()
+        self.options = RayOptions(
+            address=cluster.address, resources={"own": 0.5}, cpus=0.5, placement="strict_spread", linger=0.0
+        )
 
-    def fn(folder: str) -> list[int]:
-        step = 0
-        while not nbdist.preempted():
-            step += 1
-            open(os.path.join(folder, str(dist.get_rank())), "w").close()
-            time.sleep(0.05)
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, step)
-        return everybody
+    def fill(self) -> None:
+        """Add nodes until there are two."""
+        while len(self.nodes) < 2:
+            node = self.cluster.add_node(num_cpus=1, resources={"own": 1.0}, object_store_memory=80 << 20)
+            self.nodes[raylet_of(node)] = node
 
-    with Session(2, engine=own_nodes.options) as own:
-        drained = own_nodes.nodes[own.run_all(raylet)[1]]
-        future = own.submit(fn, str(tmp_path))
-        assert poll(lambda: len(list(tmp_path.iterdir())) == 2)
-        taken_at = int(time.time() * 1000) + 1_000_000  # later than any test ends
-        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        GcsClient(address=ray_cluster.address).drain_node(drained.node_id, reason, "taken away", taken_at)
-        first, second = future.result()
-        assert first == second > 0
-    assert "will be taken away in" in (said := capsys.readouterr().err) and "node 1 (" in said
+    def lose(self, pid: int) -> None:
+        self.cluster.remove_node(self.nodes.pop(pid), allow_graceful=False)
+
+
+@pytest.fixture(scope="class")
+def own_nodes(ray_cluster: Any) -> Iterator[Nodes]:
+    own = Nodes(ray_cluster)
+    try:
+        yield own
+    finally:
+        for node in own.nodes.values():
+            ray_cluster.remove_node(node)
+
+
+class TestNodesThatComeAndGo:
+    def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
+        self, own_nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        own_nodes.fill()
+
+        def fn(folder: str) -> tuple[int, list[int]]:
+            count, size = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size()
+            open(os.path.join(folder, f"{count}-{size}-{dist.get_rank()}"), "w").close()
+            if count == 0 and dist.get_rank() == 0:
+                sums()  # rank 1 does not come
+            while count == 0 or not os.path.exists(os.path.join(folder, "grown")):
+                time.sleep(0.05)
+            if count == 1:
+                os._exit(9)
+            everybody: list[Any] = [None] * size
+            dist.all_gather_object(everybody, dist.get_rank())
+            return size, everybody
+
+        with Session(2, engine=own_nodes.options, restarts=2, min_ranks=1) as own:
+            victim = own.run_all(raylet)[1]
+            future = own.submit(fn, str(tmp_path))
+            assert poll(lambda: len(list(tmp_path.glob("0-2-*"))) == 2)
+            assert poll(lambda: "rank 0 waits in all_reduce" in own.stacks()), own.stacks()
+            own_nodes.lose(victim)
+            assert poll((tmp_path / "1-1-0").exists, 200)
+            assert own.nranks == 1 and str(own.status()).startswith("1 rank,")
+            own_nodes.fill()
+            (tmp_path / "grown").touch()
+            assert future.result() == (2, [0, 1]) and own.nranks == 2
+        said = capsys.readouterr().err
+        assert "was lost with node 1 (" in said
+        assert (
+            "2 ranks were asked for and 1 could be started: the call goes on with 1. The next restart asks for 2 again"
+            in said
+        ), said
+
+    def test_data_are_passed_on_from_node_to_node(self, own_nodes: Nodes) -> None:
+        own_nodes.fill()
+        data = np.random.default_rng(0).random(5 << 20)  # 40 MB
+        options = RayOptions(**{**vars(own_nodes.options), "resources": {}})
+        with Session(4, engine=options) as own:
+            assert own.run_all(node_rank) == [0, 1, 2, 3]
+            assert own.run_all(lambda: float(data.sum())) == [data.sum()] * 4
+            received = executor_of(own).group.ranks.received()  # type: ignore[union-attr]
+            assert all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
+
+    def test_a_node_that_is_drained_lets_all_ranks_know_at_the_same_step_and_its_loss_is_named(
+        self, own_nodes: Nodes, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        own_nodes.fill()
+
+        def fn(folder: str) -> list[int]:
+            step = 0
+            while not nbdist.preempted():
+                step += 1
+                open(os.path.join(folder, str(dist.get_rank())), "w").close()
+                time.sleep(0.05)
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, step)
+            return everybody
+
+        with Session(2, engine=own_nodes.options) as own:
+            victim = own.run_all(raylet)[1]
+            drained = own_nodes.nodes[victim]
+            future = own.submit(fn, str(tmp_path))
+            assert poll(lambda: len(list(tmp_path.iterdir())) == 2)
+            taken_at = int(time.time() * 1000) + 1_000_000  # later than any test ends
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            GcsClient(address=own_nodes.cluster.address).drain_node(drained.node_id, reason, "taken away", taken_at)
+            first, second = future.result()
+            assert first == second > 0
+            future = own.submit(time.sleep, 1000)
+            assert poll(future.running)
+            own_nodes.lose(victim)
+            with pytest.raises(RankDied, match=r"rank 1 .* was lost with node 1 \(") as caught:
+                future.result()
+            assert caught.value.rank == 1
+        assert "will be taken away in" in (said := capsys.readouterr().err) and "node 1 (" in said
 
 
 def test_a_lost_driver(options: RayOptions) -> None:
@@ -470,7 +335,7 @@ def test_a_lost_driver(options: RayOptions) -> None:
 
 
 def test_a_killed_kernel_frees_the_cluster(ray_cluster: Any, options: RayOptions, tmp_path: Path) -> None:
-    process.release()
+    free = free_cpus(ray_cluster)
     kernel = Kernel(tmp_path)
     try:
         kernel.ok(f"import time, nbdist\nfrom nbdist import RayOptions, in_ddp\nnbdist.use({options!r})")
@@ -479,7 +344,7 @@ def test_a_killed_kernel_frees_the_cluster(ray_cluster: Any, options: RayOptions
         assert len(ranks_of()) >= 2
         os.kill(kernel.pid, signal.SIGKILL)
         assert poll(lambda: not ranks_of()), ranks_of()
-        assert poll(lambda: free_cpus(ray_cluster) == 8.0)
+        assert poll(lambda: free_cpus(ray_cluster) == free)
     finally:
         kernel.close()
 
@@ -490,22 +355,23 @@ def interrupted(*args: Any, **about: Any) -> Any:
 
 @pytest.mark.parametrize("when", ["end", "look", "start"])
 def test_a_press_while_ranks_come_or_go_gives_their_room_back(
-    options: RayOptions, monkeypatch: pytest.MonkeyPatch, when: str
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    options = RayOptions(**{**vars(options), "linger": 1000.0})
-    session = Session(2, engine=options)
-    session.run_all(node_rank)
-    driver: Any = executor_of(session).group.ranks.driver  # type: ignore[union-attr]
-    if when != "end":
-        session.close()  # its room is kept
-    monkeypatch.setattr(driver, "reusable" if when == "look" else "request", interrupted)
+    options = RayOptions(address=ray_cluster.address, cpus=0.5, placement="strict_pack", linger=1000.0)
+    if when == "end":
+        ranks = RayEngine(options).start(1, print)
+        driver = ranks.driver
+    else:
+        driver = process.DriverProcess(options, 1, print)
+        driver.keep()  # as a session does at its end
     if when == "start":
         monkeypatch.setattr(driver, "reusable", lambda: True)
+    monkeypatch.setattr(driver, "reusable" if when == "look" else "request", interrupted)
     with pytest.raises(KeyboardInterrupt):
         if when == "end":
-            session.close()
+            ranks.close()
         else:
-            Session(2, engine=options).run_all(node_rank)
+            RayEngine(options).start(1, print)
     assert poll(lambda: driver.process.poll() is not None)
 
 
@@ -546,6 +412,9 @@ def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook(mo
         assert own.run(sums) == 2.0
         holder, address, _ = process.private_rays[os.getpid()]
         family = psutil.Process(holder.pid).children(recursive=True)
+        commands = [" ".join(one.cmdline()) for one in family]
+        unused = r"ray::IDLE|/default_worker\.py|/autoscaler/_private/monitor\.py"
+        assert not [command for command in commands if re.search(unused, command)], "what Ray starts by default"
         with pytest.raises(NbdistError, match="no connection to Ray"):
             in_ddp_on(RayOptions(address=address), 1)
     process.release()
@@ -700,8 +569,55 @@ def test_a_full_cell_gets_the_end_and_a_number(options: RayOptions, monkeypatch:
         group = executor_of(own).group
         assert group is not None
         title, *last = shown[-1].splitlines()
-        # A line that was sent in part counts twice: at most one for each rank.
-        assert re.match(r"\.\.\. 20,00[0-4] lines; these are the last 100; .*session.logs\(rank\)", title), title
+        # A line that was sent in part counts twice: at most one for each rank in each answer of its node.
+        assert re.match(r"\.\.\. 20,0\d\d lines; these are the last 100; .*session.logs\(rank\)", title), title
         assert last[-1].endswith("x 4999")
         assert sum(len(log.text()) for log in group.relay.logs) < 20_000 * 80 / 2, "most has stayed on the nodes"
         assert own.logs(3).count("\n") == 5000
+
+
+# ------------------------------------------------------------------------------------------------ what the kernel holds
+
+
+def test_the_next_call_finds_the_room_and_the_processes_of_the_last(ray_cluster: Any, options: RayOptions) -> None:
+    process.release()
+    with Session(2, engine=options) as own:
+        assert own.run(sums) == 2.0
+        parents = own.run_all(os.getppid)  # what takes seconds to start on a node
+    for _ in range(2):
+        with Session(2, engine=options) as own:
+            assert own.run_all(os.getppid) == parents
+    assert free_cpus(ray_cluster) == 7.0
+    process.release()
+    assert poll(lambda: free_cpus(ray_cluster) == 8.0)
+
+
+def test_the_kernel_holds_as_much_for_many_ranks_as_for_few(options: RayOptions) -> None:
+    def nothing() -> None: ...
+
+    def costs(ranks: int) -> tuple[int, int, int]:
+        """Descriptors of a session's; messages to the driver and from it in a call."""
+        small = RayOptions(**{**vars(options), "cpus": 0.25, "linger": 0.0})
+        before, traffic = open_fds(), []
+        with Session(ranks, engine=small) as own, pytest.MonkeyPatch.context() as patch:
+            own.run(nothing)
+            descriptors = open_fds() - before
+            send, receive = Channel.send, Channel.receive
+            patch.setattr(Channel, "send", lambda *args, **kw: (send(*args, **kw), calls.__setitem__(0, calls[0] + 1)))
+            for _ in range(10):
+                calls = [0, 0]
+
+                def count(channel: Channel, calls: list[int] = calls) -> Any:
+                    message = receive(channel)
+                    calls[1] += message[0][0] == "event"
+                    return message
+
+                patch.setattr(Channel, "receive", count)
+                own.run(nothing)
+                traffic.append(tuple(calls))
+        return descriptors, *min(traffic)
+
+    process.release()  # of the session before, which would go in the meantime
+    few, many = costs(2), costs(8)
+    assert few[:2] == many[:2] and many[1] == 1, "one message for all ranks"
+    assert many[2] <= 4, f"{many[2]} messages from two nodes with 8 ranks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +72,12 @@ def test_no_other_room_names_an_engines_class() -> None:
             getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None) for node in nodes
         }
         assert not named & classes, path
+
+
+def test_the_default_is_this_machine_and_unknown_engines_are_refused() -> None:
+    with pytest.raises(ValueError, match="'local', 'ray'"):
+        Session(2, engine="slurm")
+    with pytest.raises(ValueError, match="'local', 'ray'"):
+        nbdist.use("slurm")
+    with Session(1) as own:
+        assert own.run(lambda: os.environ["MASTER_ADDR"]) == "127.0.0.1"

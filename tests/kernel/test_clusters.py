@@ -33,7 +33,7 @@ from nbdist import NbdistError, Session, engines
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 
-SMALL = ["--object-store-memory=100000000", "--num-cpus=2"]
+SMALL = ["--object-store-memory=100000000", "--num-cpus=2", "--include-log-monitor=false"]
 
 PROGRAMS = cells("kernel/cells/clusters.py")
 
