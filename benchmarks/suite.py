@@ -35,7 +35,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Kinds of process, by a regular expression that the command line must match; the first match counts.
 KINDS = {
     "Triton servers": r"tritonserver|triton_python_backend",
-    "Ray: nodes and their agents": r"raylet|gcs_server|ray/dashboard|ray/_private|ray/autoscaler|log_monitor|bin/ray",
+    "Ray: drivers": r"nbdist\.engines\.ray\.driver",
+    "Ray: nodes and their agents": r"raylet|gcs_server|ray/dashboard|ray/_private|ray/autoscaler|log_monitor|bin/ray|"
+    r"ray::(Dashboard|RuntimeEnv)Agent",
     "Ray: workers": r"ray::|default_worker\.py|setup_worker\.py",
     "fork servers and ranks": r"nbdist\.server\.main",
     "browsers": r"chrom|playwright",
