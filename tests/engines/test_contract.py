@@ -127,6 +127,76 @@ def test_environment_folder_path_and_arguments(engine: Engine, tmp_path: Path, m
     assert any(given.address == address for given in psutil.net_if_addrs()[interface])
 
 
+def test_a_restart_gives_one_notice(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    def die_beside_a_deaf_one() -> float:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            return sums()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        dist.barrier()
+        return on(1, lambda: (time.sleep(0.3), os._exit(3)), lambda: time.sleep(1000))
+
+    with Session(2, engine=engine, restarts=1) as own:
+        assert own.run(die_beside_a_deaf_one) == 2.0
+    said = capsys.readouterr().err
+    assert "1 of 1 restarts" in said and "fresh ranks:" not in said
+
+
+def train(folder: str, crash_at: int) -> tuple[float, int]:
+    """A few steps of DDP that go on from the last snapshot. Rank 1 dies once, in step `crash_at`."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    snapshot = os.path.join(folder, "snapshot.pt")
+    restarts, begin = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
+    if restarts and os.path.exists(snapshot):
+        state = torch.load(snapshot)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        begin = state["step"] + 1
+    for step in range(begin, 10):
+        if step == crash_at and not restarts and dist.get_rank() == 1:
+            os._exit(9)
+        data = torch.rand(8, 4, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        loss = (model(data).squeeze() - data.sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, snapshot)
+        dist.barrier()
+    dist.all_reduce(loss)
+    return loss.item(), restarts
+
+
+def test_restarts_go_on_from_the_last_snapshot(
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Session(2, engine=engine, restarts=1) as own:
+        undisturbed, _ = own.run(train, str(tmp_path), -1)
+        (tmp_path / "snapshot.pt").unlink()
+        assert own.run(train, str(tmp_path), 5) == (undisturbed, 1)
+        assert "exit code 9" in (err := capsys.readouterr().err) and "1 of 1 restarts" in err
+        assert own.run(lambda: os.environ["TORCHELASTIC_RESTART_COUNT"]) == "0"
+        with pytest.raises(RankDied, match="exit code 4"):
+            own.run(lambda: os._exit(4))
+
+
+def test_post_mortem(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(number: int) -> None:
+        on(1, lambda: number / (number - number))
+
+    with Session(2, engine=engine, hold_on_error=True) as own:
+        with pytest.raises(ZeroDivisionError):
+            own.run(fails, 21)
+        own.post_mortem(commands=["up", "up", "p number", "q"])
+        out = capsys.readouterr().out
+        assert "(rank 1) p number" in out and "21" in out
+        assert own.run(sums) == 2.0
+
+
+# Sessions of their own come first: the ones that follow take over what these have started on a cluster.
+
+
 def own_group() -> tuple[float, float]:
     first = sums()
     dist.destroy_process_group()
@@ -379,60 +449,6 @@ def test_ranks_that_do_not_end_a_call_are_replaced(session: Session, capsys: pyt
     assert "fresh ranks" not in capsys.readouterr().err
 
 
-def test_a_restart_gives_one_notice(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    def die_beside_a_deaf_one() -> float:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            return sums()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        dist.barrier()
-        return on(1, lambda: (time.sleep(0.3), os._exit(3)), lambda: time.sleep(1000))
-
-    with Session(2, engine=engine, restarts=1) as own:
-        assert own.run(die_beside_a_deaf_one) == 2.0
-    said = capsys.readouterr().err
-    assert "1 of 1 restarts" in said and "fresh ranks:" not in said
-
-
-def train(folder: str, crash_at: int) -> tuple[float, int]:
-    """A few steps of DDP that go on from the last snapshot. Rank 1 dies once, in step `crash_at`."""
-    torch.manual_seed(0)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    snapshot = os.path.join(folder, "snapshot.pt")
-    restarts, begin = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
-    if restarts and os.path.exists(snapshot):
-        state = torch.load(snapshot)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        begin = state["step"] + 1
-    for step in range(begin, 10):
-        if step == crash_at and not restarts and dist.get_rank() == 1:
-            os._exit(9)
-        data = torch.rand(8, 4, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        loss = (model(data).squeeze() - data.sum(1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if dist.get_rank() == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, snapshot)
-        dist.barrier()
-    dist.all_reduce(loss)
-    return loss.item(), restarts
-
-
-def test_restarts_go_on_from_the_last_snapshot(
-    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Session(2, engine=engine, restarts=1) as own:
-        undisturbed, _ = own.run(train, str(tmp_path), -1)
-        (tmp_path / "snapshot.pt").unlink()
-        assert own.run(train, str(tmp_path), 5) == (undisturbed, 1)
-        assert "exit code 9" in (err := capsys.readouterr().err) and "1 of 1 restarts" in err
-        assert own.run(lambda: os.environ["TORCHELASTIC_RESTART_COUNT"]) == "0"
-        with pytest.raises(RankDied, match="exit code 4"):
-            own.run(lambda: os._exit(4))
-
-
 # ------------------------------------------------------------------------------------------ in the background, and seen
 
 
@@ -468,19 +484,6 @@ def test_status_and_stacks(session: Session) -> None:
     assert poll(lambda: "rank 0 waits in all_reduce" in session.stacks()), session.stacks()
     future.cancel()
     assert poll(future.done)
-
-
-def test_post_mortem(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(number: int) -> None:
-        on(1, lambda: number / (number - number))
-
-    with Session(2, engine=engine, hold_on_error=True) as own:
-        with pytest.raises(ZeroDivisionError):
-            own.run(fails, 21)
-        own.post_mortem(commands=["up", "up", "p number", "q"])
-        out = capsys.readouterr().out
-        assert "(rank 1) p number" in out and "21" in out
-        assert own.run(sums) == 2.0
 
 
 def test_a_widget_gets_its_events_while_the_rank_is_busy(session: Session) -> None:
