@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 import traceback
 
@@ -15,7 +16,8 @@ from .importing import BrokenOff
 
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
 #: `DistributedDataParallel` asks torch._dynamo how it is compiled, torch's optimizers ask it not to be, accelerate's
-#: `prepare` looks for DTensors. NumPy (2.4 or so) loads its `random` to be seeded, as each rank's is.
+#: `prepare` looks for DTensors. NumPy (2.4 or so) loads its `random` to be seeded, as each rank's is. pyarrow asks
+#: pandas about the types of what it converts.
 _IMPORTED_AT_USE = {
     "numpy": ("numpy.random",),
     "torch": ("numpy.random",),
@@ -23,9 +25,21 @@ _IMPORTED_AT_USE = {
     "torch.nn.parallel": ("torch._dynamo",),
     "accelerate": ("torch._dynamo", "torch.distributed.tensor"),
     "fastai.distributed": ("torch._dynamo", "torch.distributed.tensor"),
+    "nbdist.recsys": ("pyarrow", "pandas"),
+    "nbdist.recsys.parallel": ("torch._dynamo",),
+    "nbdist.recsys.sharding": ("torch._dynamo", "torchrec.distributed"),
+    # Modules in `_START_THREADS` import these packages, too, which would take each rank four seconds.
+    "nbdist.recsys.days": (_TRAINING := ("torchmetrics", "torch._dynamo", "torch.distributed.checkpoint")),
+    "nbdist.recsys.recommenders": ("torchmetrics",),
+    "nbdist.recsys.training": _TRAINING,
 }
-#: Modules that start threads when they are imported: to find that out, a server would import all others twice.
-_START_THREADS = ("polars",)
+#: Modules that start threads when they are imported: to find that out, a server would import all others twice. The
+#: modules of nbdist in this list import polars.
+_START_THREADS = (
+    "polars",
+    *(f"nbdist.recsys.{room}" for room in ("datasets", "days", "etl", "io.frames", "io.remote", "recommenders")),
+    *(f"nbdist.recsys.{room}" for room in ("retrieval", "training", "triton")),
+)
 
 
 class Preloaded:
@@ -49,7 +63,8 @@ class Preloaded:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):  # it fails again, and visibly, in the rank that imports it
-                log(traceback.format_exc())
+                if name in modules:
+                    log(traceback.format_exc())
                 self.refused.append(name)
                 continue
             except BrokenOff:  # half of it may be there: a fresh process goes on
@@ -76,12 +91,13 @@ def log(text: str) -> None:
 
 
 def _imported_at_use(modules: list[str]) -> list[str]:
-    """Return modules that these modules import later, when they are used."""
+    """Return the installed modules that these modules import later, when they are used."""
     return [
         later
         for user, others in _IMPORTED_AT_USE.items()
         if any(name == user or name.startswith(user + ".") for name in modules)
         for later in others
+        if importlib.util.find_spec(later.partition(".")[0])
     ]
 
 

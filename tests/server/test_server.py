@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
+import pkgutil
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +26,7 @@ from cells import cells
 from conftest import living, open_fds, poll
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist import RankDied, Session, in_ddp
+from nbdist import RankDied, Session, in_ddp, recsys
 from nbdist.engines import forkserver
 from nbdist.server import cuda_driver
 
@@ -267,6 +270,27 @@ def test_common_modules_can_be_preloaded(capfd: pytest.CaptureFixture[str]) -> N
         forkserver.server().preload([module])
         assert in_ddp(1, threads_and_modules, module)[1], capfd.readouterr().err
         assert server().num_threads() == 1
+
+
+def packages_imported_for(modules: list[str]) -> set[str]:
+    before = set(sys.modules)
+    for module in modules:
+        importlib.import_module(module)
+    packages = {name.partition(".")[0] for name in sys.modules.keys() - before}
+    return {name for name in packages - sys.stdlib_module_names if name.isidentifier()}
+
+
+@pytest.mark.long("modules that notebooks import")
+@pytest.mark.started
+def test_ranks_import_little_for_nbdist_recsys(capfd: pytest.CaptureFixture[str]) -> None:
+    """All of nbdist.recsys can be asked of a server, which is not replaced for it and shows no error."""
+    modules = [one.name for one in pkgutil.walk_packages(recsys.__path__, "nbdist.recsys.")]
+    modules.remove("nbdist.recsys.parallel.fused_rows")  # for GPUs
+    forkserver.stop()
+    forkserver.server().preload(["torch", *modules])
+    found = in_ddp(1, packages_imported_for, modules)
+    assert found <= {"nbdist", "polars", "_polars_runtime_32", "onnxruntime", "torch"}
+    assert not re.search("starts threads|Traceback", capfd.readouterr().err)
 
 
 def start_children() -> list[int]:
