@@ -32,7 +32,20 @@ def script(path: str) -> ModuleType:
 FLOORS = re.compile(r"([A-Za-z0-9_.-]+)(?:\[.*?\])?>=([0-9.]+)")
 
 
-def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of nbdist, built once for all plans."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [found] = folder.iterdir()
+    return found
+
+
+def would_install(
+    wheel: Path, name: str, extras: str, keep: bool, folder: Path
+) -> tuple[dict[str, str], dict[str, str]]:
     """The packages that pip would install, and those present: an environment of names and versions without files."""
     about = script("noxfile.py").ENVIRONMENTS[name]
     python = script("noxfile.py").interpreter(about["python"])
@@ -49,7 +62,7 @@ def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dic
     (folder / "there.txt").write_text("".join(f"{package}=={version}\n" for package, version in there.items()))
     pip = [sys.executable, "-m", "pip", "--python", folder / "there/bin/python", "install", "--dry-run", "--quiet"]
     constraints = ["-c", folder / "there.txt"] if keep else []
-    command = [*pip, "--report", "-", *constraints, f"{ROOT}[{extras}]"]
+    command = [*pip, "--report", "-", *constraints, f"{wheel}[{extras}]"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [item["metadata"] for item in json.loads(done.stdout)["install"]]
@@ -58,16 +71,16 @@ def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dic
 
 @pytest.mark.long("installation plans")
 @pytest.mark.parametrize("name", ["colab", "kaggle", "sagemaker"])
-def test_installing_replaces_no_package(name: str, tmp_path: Path) -> None:
-    new, there = would_install(name, "fastai,notebook,recsys", False, tmp_path)
+def test_installing_replaces_no_package(wheel: Path, name: str, tmp_path: Path) -> None:
+    new, there = would_install(wheel, name, "fastai,notebook,recsys", False, tmp_path)
     assert "nbdist" in new and not set(new) & set(there)
 
 
 @pytest.mark.long("installation plans")
 @pytest.mark.parametrize("name", ["colab", "kaggle", "sagemaker"])
-def test_extras_install_under_constraints(name: str, tmp_path: Path) -> None:
+def test_extras_install_under_constraints(wheel: Path, name: str, tmp_path: Path) -> None:
     """The newest of what these bring along wants newer packages; older ones of it fit."""
-    new, there = would_install(name, "torchrec,ray", True, tmp_path)
+    new, there = would_install(wheel, name, "torchrec,ray", True, tmp_path)
     assert {package: version for package, version in new.items() if package in there} == {}
 
 
