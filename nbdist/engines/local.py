@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import ChainMap
@@ -71,7 +72,7 @@ class LocalEngine:
             if self._fresh:
                 environ = {**_inherited(), **interpreter.module_path(), **self._env}
                 return LocalRanks(world_size, server, environ, self.origin)
-            server.preload(self._modules)  # it may be new since the last call
+            server.preload([*self._modules, *_rooms_of_recsys()])  # it may be new since the last call
             return LocalRanks(world_size, server, None, self.origin)
 
         return with_server(start, None if self._fresh else self._variables())
@@ -123,6 +124,12 @@ class LocalEngine:
 
     def _variables(self) -> Variables:
         return read_at_import(ChainMap(self._env, os.environ))
+
+
+def _rooms_of_recsys() -> list[str]:
+    """Return the packages of nbdist.recsys that the notebook has imported: ranks of a session start before its calls,
+    and would each import what these need."""
+    return [name for name in list(sys.modules) if name.startswith("nbdist.recsys.") and name.count(".") == 2]
 
 
 def make(options: None, env: Mapping[str, str] | None, start: str) -> LocalEngine:

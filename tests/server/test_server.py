@@ -283,13 +283,18 @@ def packages_imported_for(modules: list[str]) -> set[str]:
 @pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
 def test_ranks_import_little_for_nbdist_recsys(capfd: pytest.CaptureFixture[str]) -> None:
-    """All of nbdist.recsys can be asked of a server, which is not replaced for it and shows no error."""
+    """All of nbdist.recsys can be asked of a server, which is not replaced for it and shows no error.
+
+    Ranks of a session start with what those packages need that the notebook has imported.
+    """
     modules = [one.name for one in pkgutil.walk_packages(recsys.__path__, "nbdist.recsys.")]
     modules.remove("nbdist.recsys.parallel.fused_rows")  # for GPUs
     forkserver.stop()
-    forkserver.server().preload(["torch", *modules])
-    found = in_ddp(1, packages_imported_for, modules)
-    assert found <= {"nbdist", "polars", "_polars_runtime_32", "onnxruntime", "torch"}
+    little = {"nbdist", "polars", "_polars_runtime_32", "onnxruntime", "torch"}
+    with Session(1) as session:
+        assert session.run(packages_imported_for, modules) <= little
+    forkserver.server().preload(modules)
+    assert in_ddp(1, packages_imported_for, modules) <= little
     assert not re.search("starts threads|Traceback", capfd.readouterr().err)
 
 
