@@ -12,9 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nbdist.engines.ray.node import agent, output
 from nbdist.engines.ray.node.output import Output, encoded
+from nbdist.kernel.cell.cell import Cell
+from nbdist.kernel.cell.relay import Relay
 from nbdist.wire.frames import MESSAGE, STDERR, STDOUT, FrameReader, frames
 
 
@@ -92,6 +96,57 @@ def test_a_notice_of_a_few_lines_leaves_none_out() -> None:
     node.cut(1)
     taken(node, 0, b"one\n")
     assert node.notice() == [(0, STDOUT, "one\n")]
+
+
+class NotebookCell(Cell):
+    """A cell of a notebook that collects what is shown."""
+
+    in_notebook = True
+
+    def __init__(self, shown: list[str]) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def text(self, text: str, kind: int) -> None:
+        self._shown.append(text)
+
+    def message(self, kind: str, content: dict[str, Any]) -> None:
+        self._shown.append(content["data"]["text/plain"])
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), min_size=1, max_size=60),
+    lines=st.integers(0, 5),
+)
+def test_each_line_of_a_full_cell_is_counted_once(pieces: list[tuple[int, int, bool]], lines: int) -> None:
+    """Wherever the pieces in which ranks' output comes begin and end, and whenever the node sends a notice."""
+    shown: list[str] = []
+    node = Output(3)
+    relay = Relay(SimpleNamespace(pids=[1, 2, 3], cut_output=lambda _: node.cut(7)))  # type: ignore[arg-type]
+    relay.begin(NotebookCell(shown), "all", 0, lines)
+    for rank in range(3):
+        node.begin(rank, 7, True, lines)
+
+    def send(parts: list[tuple[int, int, Any]]) -> None:
+        for rank, kind, what in parts:
+            relay.take(rank, 0, encoded(kind, what))
+
+    written = [""] * 3
+    for rank, size, noticed in pieces:
+        text = "".join("a" if (len(written[rank]) + i) % 4 else "\n" for i in range(1, size + 1))
+        written[rank] += text
+        send(taken(node, rank, text.encode()))
+        if noticed:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(output, "TAIL", 1)  # so that lines are left out
+                send(node.notice())
+    for rank in range(3):
+        written[rank] += "\n"
+        send(taken(node, rank, b"\n"))
+    send(node.notice())
+    relay.flush()
+    count = sum(text.count("\n") for text in written)
+    assert count <= lines or shown[-1].startswith(f"... {count:,} lines; ")
 
 
 def test_the_next_call_is_shown_again() -> None:

@@ -81,12 +81,12 @@ class Excerpt:
         if time.monotonic() > self._shown_at + _INTERVAL:
             self.show()
 
-    def left_out(self, lines: int, size: int) -> None:
-        """Count lines whose text stays on the node where they were written; `size` is the number of their
-        characters."""
+    def left_out(self, lines: int, size: int, begun: int = 0) -> None:
+        """Count lines whose text stays on the node where they were written; `size` is the number of their characters.
+        `begun` lines were shown, and counted, before their ends, which are counted later."""
         if not self._kept:
             self._keep(self._fill())
-        self._lines += lines
+        self._lines += lines - begun
         self._size += size
         self._left_out += lines
         self._waits = True

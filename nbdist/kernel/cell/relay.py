@@ -114,9 +114,10 @@ class Relay:
         if kind == MESSAGE:
             name, content = what
             if name == "left_out":  # by the node of the rank, maybe with the rest of lines that have begun
-                for unfinished, _ in list(self._lines):
-                    self._end_line(unfinished)
-                self._excerpt.left_out(**content)
+                unfinished = list(self._lines)
+                for other, _ in unfinished:
+                    self._end_line(other)
+                self._excerpt.left_out(**content, begun=len(unfinished))
                 return
             if name == "display":
                 self.logs[rank].write(content["data"].get("text/plain", "") + "\n")

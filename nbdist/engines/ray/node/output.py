@@ -103,10 +103,7 @@ class Output:
         return head
 
     def leave_out(self, number: int, kind: int, text: str) -> None:
-        """Count a text that a cell would show, and keep the last lines for the next notice.
-
-        A line is counted twice if its first part was sent earlier.
-        """
+        """Count a text that a cell would show, and keep the last lines for the next notice."""
         self._lines += text.count("\n")
         self._size += len(text)
         self._last.append((number, kind, text))
