@@ -289,11 +289,8 @@ def kill() -> None:
 def installed(module: str) -> bool:
     """Return whether `module` is installed, so that it does not change while the notebook runs.
 
-    The user's own modules (in the working directory, or installed in editable mode) are for the ranks to import. nbdist
-    is none of them: the server runs its code in any case.
+    The user's own modules (in the working directory, or installed in editable mode) are for the ranks to import.
     """
-    if module.startswith("nbdist."):
-        return True
     top = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
     if top is None:
         return False

@@ -282,11 +282,14 @@ def packages_imported_for(modules: list[str]) -> set[str]:
 
 @pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
-def test_ranks_import_little_for_nbdist_recsys(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_import_little_for_nbdist_recsys(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of nbdist.recsys can be asked of a server, which is not replaced for it and shows no error.
 
     Ranks of a session start with what those packages need that the notebook has imported.
     """
+    monkeypatch.setattr(forkserver, "installed", lambda name: True)  # as nbdist is, but for those who change it
     modules = [one.name for one in pkgutil.walk_packages(recsys.__path__, "nbdist.recsys.")]
     modules.remove("nbdist.recsys.parallel.fused_rows")  # for GPUs
     forkserver.stop()
