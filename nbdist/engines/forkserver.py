@@ -28,6 +28,7 @@ from ..system import ending, interpreter
 from ..system.processes import open_standard_descriptors, own_pidfd, redirect_to_devnull, register_after_fork
 from ..system.scratch import new_name
 from ..system.search_path import search_path
+from ..system.source_files import is_installed, is_standard
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
 from .prerequisites import check_proc
@@ -295,4 +296,4 @@ def installed(module: str) -> bool:
     if top is None:
         return False
     places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
-    return any(place.startswith(interpreter.INSTALLED) for place in places)
+    return any(is_installed(place) or is_standard(place) for place in places)

@@ -16,11 +16,10 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 
 from ..notebook.shell import cell_numbers
-from ..system.source_files import LIBRARY_FOLDERS
+from ..system.source_files import is_library
 from .alone import alone, eager
 from .finite import bad_rows, badness, is_float, tensors_in
 
-_LIBRARIES = ("<", *LIBRARY_FOLDERS)
 #: Operations that write infinities on purpose, as masks do.
 _CONSTANTS = {
     *("masked_fill", "where", "full", "full_like", "new_full", "fill", "triu", "tril", "tensor"),
@@ -224,7 +223,7 @@ def _place() -> str:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        if not (file.startswith("<") or is_library(file)):
             return place_of(file, frame.f_lineno)
         frame = frame.f_back
     return ""

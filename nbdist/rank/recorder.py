@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..system.processes import register_after_fork
-from ..system.source_files import LIBRARY_FOLDERS, package_of
+from ..system.source_files import is_library, package_of
 from ..wire.recording import OF_TWO, Recorder, group_named
 
 #: The methods, each with its name in `torch.distributed` and the position of the tensor argument that is recorded.
@@ -44,7 +44,6 @@ _METHODS = {
     "recv": ("recv", 0),
     "recv_anysource": ("recv", 0),
 }
-_LIBRARIES = ("<", *LIBRARY_FOLDERS)
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
 #: Functions of torch that wrap a collective. They are not the function that the caller has named.
 _WRAPPERS = {"wrapper", "wrapped", "inner", "inner_func", "call", "wait", "is_completed", "decorate_context"}
@@ -209,7 +208,7 @@ class CollectiveRecorder:
 def _kind_of(file: str) -> int:
     if _TORCH_DISTRIBUTED in file:
         return 1
-    return 2 if file.startswith(_LIBRARIES) else 0
+    return 2 if file.startswith("<") or is_library(file) else 0
 
 
 def _members(group: Any) -> Sequence[int]:

@@ -6,14 +6,10 @@ import contextlib
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
 from .search_path import search_path, standard_first, working_folder
-
-#: Where installed modules lie: they do not change while the notebook runs.
-INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
 
 
 def command(module: str, *arguments: str) -> list[str]:

@@ -9,16 +9,12 @@ import importlib.machinery
 import os
 import re
 import sys
-import sysconfig
 import tempfile
 import types
 import warnings
 from collections.abc import Iterable, Sequence
 
-#: Where Python's own modules lie, and names of folders in which nothing but installed packages does.
-_STANDARD = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
-_PACKAGES = frozenset(["site-packages", "dist-packages"])
-
+from .source_files import is_installed, is_standard
 
 _warned = False
 
@@ -70,20 +66,12 @@ def standard_first(path: Iterable[str]) -> list[str]:
     from the start would import the project's.
     """
 
-    return sorted(path, key=lambda part: 1 if _is_installed(part) else 0 if _is_standard(part) else 2)
+    return sorted(path, key=lambda part: 1 if is_installed(part) else 0 if _is_standard(part) else 2)
 
 
-@functools.cache
-def _is_installed(path: str) -> bool:
-    """Return whether a path is a folder of installed packages, or in one."""
-    return not _PACKAGES.isdisjoint(path.split(os.sep))
-
-
-@functools.cache
 def _is_standard(path: str) -> bool:
-    """Return whether a path is in the standard library, which contains the folders of installed packages."""
-    archive = re.fullmatch(r"python3\d+\.zip", os.path.basename(path))
-    return (path.startswith(_STANDARD) or bool(archive)) and not _is_installed(path)
+    """Return whether a path is in the standard library, or is the archive that it may lie in."""
+    return is_standard(path) or re.fullmatch(r"python3\d+\.zip", os.path.basename(path)) is not None
 
 
 def shadowed(path: Iterable[str]) -> list[str]:
@@ -92,7 +80,7 @@ def shadowed(path: Iterable[str]) -> list[str]:
     for part in path:
         if _is_standard(part):
             break
-        if not _is_installed(part):
+        if not is_installed(part):
             with contextlib.suppress(OSError):
                 found |= _standard_names_in(part, os.stat(part).st_mtime_ns)
     return sorted(name for name in found if _is_from_there(sys.modules.get(name)))

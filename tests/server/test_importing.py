@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from conftest import living, poll
 
 from nbdist import RankDied, Session, in_ddp, parallel_map
+from nbdist.capture.modules import own_file
 from nbdist.engines import forkserver
 from nbdist.kernel.cell.cell import Cell
+from nbdist.system.source_files import package_of
 from nbdist.wire.forking import BREAK_OFF
 
 
@@ -42,6 +45,20 @@ def load_in_server(code: str, name: str, folder: Path) -> None:
         patch.syspath_prepend(folder)
         patch.setattr(forkserver, "installed", lambda name: True)
         forkserver.server().preload([name])
+
+
+@pytest.mark.parametrize("folder", [".local/lib/python3/site-packages", "usr/lib/python3/dist-packages"])
+def test_packages_of_the_user_and_of_the_system_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """`pip install --user` and Debian's packages lie outside the environment, and do not change meanwhile either."""
+    place, name = tmp_path / folder, f"a_package_in_{folder.replace('/', '_').strip('.')}".replace("-", "_")
+    place.mkdir(parents=True)
+    place.joinpath(f"{name}.py").write_text("import os\nPID = os.getpid()\n")
+    monkeypatch.syspath_prepend(place)
+    server = forkserver.server().process.pid
+    assert in_ddp(1, lambda: sys.modules[name].PID, imports=f"import {name}") == server
+    assert own_file(importlib.import_module(name), name) is None and package_of(str(place / f"{name}.py")) == name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...engines.contract import Ranks
 from ...notebook.shell import cell_numbers
-from ...system.source_files import LIBRARY_FOLDERS, PACKAGE
+from ...system.source_files import PACKAGE, is_library
 
 _THREAD = re.compile(r"^Thread (-?\d+) \(", re.M)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
@@ -19,7 +19,6 @@ _OWN = tuple(os.path.join(PACKAGE, "rank", name) for name in ("loop.py", "call.p
 _INTERRUPT = os.path.join(PACKAGE, "rank", "interrupts.py")
 #: The file that asks the kernel for typed input.
 _KEYBOARD = os.path.join(PACKAGE, "rank", "keyboard.py")
-_LIBRARIES = ("<frozen", *LIBRARY_FOLDERS)
 #: The function that the statement `import` calls.
 _IMPORT = "_find_and_load"
 #: Functions that wrap another one. They are not the function that the caller has named.
@@ -105,7 +104,7 @@ def describe(frames: list[Frame] | None) -> str:
 
 def of_user(frames: Iterable[Frame]) -> Frame | None:
     """Return the innermost frame outside libraries, or None."""
-    return next((frame for frame in frames if not frame.file.startswith(_LIBRARIES)), None)
+    return next((frame for frame in frames if not (frame.file.startswith("<frozen") or is_library(frame.file))), None)
 
 
 def raised_at(text: str) -> Frame | None:
