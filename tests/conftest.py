@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import glob
 import os
 import re
 import signal
@@ -33,6 +32,18 @@ from nbdist.wire import rank_memory
 pytest_plugins = ["progress"]
 #: Tests on imitated GPUs have a command of their own, `make gpu-imitated`: elsewhere they are not collected.
 collect_ignore = [] if "libcudart-imitated.so" in os.environ.get("LD_PRELOAD", "") else ["gpu"]
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def site_packages() -> str:
+    """Return a folder for PYTHONPATH in which nbdist is installed, as users have it: servers import it for ranks."""
+    folder = ROOT / "build" / "site-packages"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.joinpath("nbdist").symlink_to(os.path.join("..", "..", "nbdist"))
+    return str(folder)
 
 
 gc.disable()  # imports take a fifth less
@@ -145,12 +156,27 @@ def child_pids(pid: int, recursive: bool = False) -> list[int]:
     found: list[int] = []
     parents = [pid]
     for parent in parents:
-        for file in glob.glob(f"/proc/{parent}/task/*/children"):
-            with contextlib.suppress(OSError):
-                found += map(int, Path(file).read_text().split())
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, _proc(parent, f"task/{thread}/children").split())
         if recursive:
             parents += [one for one in found if one not in parents]
     return found
+
+
+def _proc(pid: int, name: str) -> bytes:
+    """Return the first bytes of a file in /proc about a process; nothing if it has ended. After each test such files
+    are read, so this does without the layers of `open`."""
+    try:
+        fd = os.open(f"/proc/{pid}/{name}", os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 1 << 16)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 def processes(pids: Iterable[int]) -> list[psutil.Process]:
@@ -167,16 +193,26 @@ def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
     return processes(child_pids(pid, recursive))
 
 
-def ranks_of(pid: int | None = None) -> list[psutil.Process]:
-    """The living ranks, and what they started, of the fork servers of `pid` (this process) and of its clusters."""
+def _command(pid: int) -> str:
+    """Return the command line of a process; empty if it has ended."""
+    if os.path.isdir("/proc/self"):
+        return _proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
+
+
+def ranks_of(pid: int | None = None, known: Iterable[int] = ()) -> list[psutil.Process]:
+    """The living ranks, and what they started, of the fork servers of `pid` (this process) and of its clusters, without
+    the ranks with `known` process ids."""
     found: set[int] = set()
-    for child in processes(child_pids(os.getpid() if pid is None else pid)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = child_pids(child.pid, recursive=True) if child.name() == "raylet" else []
-            for one in [child, *processes(family)]:
-                if any("nbdist.server.main" in part for part in one.cmdline()):
-                    found.update(child_pids(one.pid, recursive=True))
-    return living(processes(found))
+    for child in child_pids(os.getpid() if pid is None else pid):
+        command = _command(child)
+        family = child_pids(child, recursive=True) if command.partition(" ")[0].endswith("/raylet") else []
+        for one in (child, *family):
+            if "nbdist.server.main" in (command if one == child else _command(one)):
+                found.update(child_pids(one, recursive=True))
+    return living(processes(found.difference(known)))
 
 
 def open_fds() -> int:
@@ -215,7 +251,7 @@ class Sessions:
         self._imports = imports
         self._options = options
         self._made: dict[int, Session] = {}
-        self._ranks: set[psutil.Process] = set()
+        self._ranks: set[int] = set()
 
     def __getitem__(self, nranks: int) -> Session:
         if self._imports and not self._made:
@@ -228,12 +264,11 @@ class Sessions:
     def outlived_by(self) -> list[psutil.Process]:
         """Return what `ranks_of` finds, without the ranks of these sessions. Processes of these ranks end with their
         call."""
-        found = set(ranks_of()) - self._ranks
+        found = ranks_of(known=self._ranks)
         if found:  # the tables need milliseconds for each rank: its memory
             tables = "\n".join(str(session.status()) for session in self._made.values())
-            own = set(map(int, re.findall(r"^\d+ +(\d+) ", tables, re.MULTILINE)))
-            self._ranks |= {process for process in found if process.pid in own}
-        return list(found - self._ranks)
+            self._ranks |= set(map(int, re.findall(r"^\d+ +(\d+) ", tables, re.MULTILINE)))
+        return [process for process in found if process.pid not in self._ranks]
 
     def close(self) -> None:
         for session in self._made.values():
@@ -279,7 +314,7 @@ def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any
 def ray_cluster() -> Iterator[Any]:
     """A cluster for all tests. It, and what it started for itself, is gone after them."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+        patch.setenv("PYTHONPATH", site_packages())
         cluster = start_cluster(folder)
         try:
             yield cluster
@@ -320,8 +355,7 @@ class Kernel:
         # Not the installed kernelspec: the interpreter that runs the tests.
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager.kernel_spec.argv = [*(wrapper or []), *command]
-        root = str(Path(__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [site_packages(), os.environ.get("PYTHONPATH")]))
         self.environ = environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
         self.manager.start_kernel(cwd=str(cwd), env=environ)
         self.client = self.manager.client()

@@ -16,7 +16,7 @@ from types import ModuleType
 import nbformat
 import psutil
 import pytest
-from conftest import poll
+from conftest import poll, site_packages
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from nbdist.recsys.triton import serving
@@ -71,7 +71,7 @@ Run = Callable[[str], Executed]
 
 @pytest.fixture
 def run(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    small = {"NBDIST_SMALL": "1", "NBDIST_MOVIELENS": "small", "NBDIST_RANKS": "2", "PYTHONPATH": str(ROOT)}
+    small = {"NBDIST_SMALL": "1", "NBDIST_MOVIELENS": "small", "NBDIST_RANKS": "2", "PYTHONPATH": site_packages()}
     for name, value in small.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NBDIST_RAY_ADDRESS", raising=False)

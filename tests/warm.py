@@ -7,6 +7,9 @@ code that a fresh interpreter runs. A program first forks a child of its own, wh
 server in the program, that child becomes the server. The fork servers of the tests' own processes come from a second
 template, with what tests import besides: a rank imports the file of the test whose functions it runs. Tests about a
 start are marked `started`.
+
+pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
+imported once for all workers. A fork of each worker is its own second template.
 """
 
 from __future__ import annotations
@@ -65,10 +68,14 @@ _LIMIT = 1 << 20
 _SHOWN = 4096
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WITH_ARGUMENT = "-c", "-m"
+#: What pytest-xdist's workers execute.
+_WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 _started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
 _source: Templates | Waiting | None = None
+#: The second template that this process came with, if it is a forked worker.
+_own_template: Template | None = None
 #: Process ids of fork servers of this process that were not forked.
 started_servers: list[int] = []
 
@@ -113,6 +120,8 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     command, flags = [os.fsdecode(part) for part in command], subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if flags and command[1 : 1 + len(flags)] == flags:  # the template has the same flags
         del command[1 : 1 + len(flags)]
+    if unbuffered := command[1:2] == ["-u"]:
+        del command[1]
     plain = asked["executable"] in (None, sys.executable) and asked.get("process_group", -1) in (-1, None)
     plain &= all(asked[name] in (None, -1) for name in ("gid", "gids", "uid", "umask"))
     if not plain or command[0] != sys.executable or len(command) < 2:
@@ -130,6 +139,8 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         "fds": [0, 1, 2, *asked["pass_fds"]],
         "session": bool(asked["start_new_session"]),
         "server": any("nbdist.server.main" in part for part in command),
+        "worker": command[1:] == _WORKER,
+        "unbuffered": unbuffered or bool(environ.get("PYTHONUNBUFFERED")),
         "asker": os.getpid(),
     }
 
@@ -138,22 +149,28 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class Template:
-    """The template process of one pytest worker. It ends with the worker."""
+    """A template process, a child of this one. It ends with this one."""
 
-    def __init__(self, *modules: str) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, control: socket.socket, pid: int) -> None:
+        self._socket, self._pid, self._owner = control, pid, os.getpid()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
-        self._owner = os.getpid()
+        self._environ = read_once(os.environ)
+        assert self._socket.recv(1), "the template process has failed"
+
+    @classmethod
+    def started(cls, *modules: str) -> Template:
+        """Start a template that imports these modules."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             code = "import sys; from warm import main; main(*sys.argv[1:-1])"
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), *modules, " " * _SHOWN],
                 env={**os.environ, "PYTHONPATH": _HERE},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._environ = read_once(os.environ)
-        assert self._socket.recv(1), "the template process has failed"
+        process.returncode = 0  # `close` waits for it
+        return cls(ours, process.pid)
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         """Fork a program; its process id, None where that would not be the same as a start."""
@@ -168,7 +185,7 @@ class Template:
 
     def close(self) -> None:
         self._socket.close()
-        self.process.wait()
+        os.waitpid(self._pid, 0)
 
 
 class Waiting:
@@ -193,29 +210,32 @@ class Waiting:
 
 
 class Templates:
-    """Both templates of a pytest worker. Each starts when a program is asked of it."""
+    """Both templates of a process. Each starts when a program is asked of it, unless the process came with it."""
 
     def __init__(self) -> None:
-        self._made: list[Template] = []
+        self._of_programs: Template | None = None
+        self._of_servers = _own_template
         self._lock = threading.RLock()
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         with self._lock:
-            if not self._made:
+            if request["server"] or request["worker"]:
+                if self._of_servers is None:  # forked from the first, as any program is
+                    self._of_servers = Template.started(*MODULES, *OF_TESTS)
+                return self._of_servers.launch(request, fds)
+            if self._of_programs is None:
                 with all_started():
-                    self._made.append(Template(*MODULES))
-            if request["server"] and len(self._made) == 1:
-                self._made.append(Template(*MODULES, *OF_TESTS))  # forked from the first, as any program is
-            chosen: Template = self._made[request["server"]]
-            return chosen.launch(request, fds)
+                    self._of_programs = Template.started(*MODULES)
+            return self._of_programs.launch(request, fds)
 
     def descriptors(self) -> int:
         """Return the number of open descriptors of this process by which templates are asked."""
-        return len(self._made)
+        return (self._of_programs is not None) + (self._of_servers is not None)
 
     def close(self) -> None:
-        for one in reversed(self._made):
-            one.close()
+        for one in (self._of_servers, self._of_programs):
+            if one is not None:
+                one.close()
 
 
 @contextlib.contextmanager
@@ -261,8 +281,11 @@ def main(fd: str, *modules: str) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.collect()
     gc.freeze()
-    paths = [path for path in sys.path if path not in ("", _HERE)]
-    control = socket.socket(fileno=int(fd))
+    _serve(socket.socket(fileno=int(fd)), [path for path in sys.path if path not in ("", _HERE)])
+
+
+def _serve(control: socket.socket, paths: list[str]) -> None:
+    """Fork a program for each request. In the fork: run the program."""
     control.set_inheritable(False)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTSTP, signal.SIGQUIT):  # of a terminal
@@ -284,7 +307,10 @@ def main(fd: str, *modules: str) -> None:
     if asked["session"]:
         os.setsid()
     control.send(str(os.getpid()).encode())
-    control.detach()
+    control.close()
+    if asked["worker"]:
+        _run_worker(asked, given, paths)
+        return
     _take(given, asked["fds"])
     if asked["server"] or "from warm import" in "".join(asked["command"]):
         _become(asked, paths)
@@ -304,11 +330,31 @@ def main(fd: str, *modules: str) -> None:
     _run(asked["command"])
 
 
-def _take(given: Sequence[int], wanted: Sequence[int]) -> None:
-    """Make descriptors have the numbers wanted, and close all others."""
+def _run_worker(asked: Mapping[str, Any], given: Sequence[int], paths: list[str]) -> None:
+    """Run one of pytest-xdist's workers. A fork of this process is its second template."""
+    global _own_template
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    template = os.fork()
+    if not template:
+        ours.close()
+        for fd in given:
+            os.close(fd)
+        _serve(theirs, paths)
+        return
+    theirs.close()
+    _take(given, asked["fds"], ours.fileno())
+    this = sys.modules[__name__]
+    _become(asked, paths)
+    sys.modules[__name__] = this  # conftest.py finds the template in it
+    _own_template = Template(ours, template)
+    _run(asked["command"])
+
+
+def _take(given: Sequence[int], wanted: Sequence[int], *kept: int) -> None:
+    """Make descriptors have the numbers wanted, and close all others but those to be kept."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(63, *wanted) + 1) for fd in given]
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd not in high:
+        if fd not in high and fd not in kept:
             with contextlib.suppress(OSError):
                 os.close(fd)
     for fd, number in zip(high, wanted, strict=True):
@@ -331,7 +377,7 @@ def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
     sys.path[:] = [*filter(None, asked["environ"].get("PYTHONPATH", "").split(os.pathsep)), *paths]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     vars(sys)["__stdin__"] = sys.stdin
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    unbuffered = asked["unbuffered"]
     for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
         raw: Any = io.FileIO(fd, "w", closefd=False)
         raw = raw if unbuffered else io.BufferedWriter(raw)
