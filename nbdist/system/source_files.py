@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sysconfig
 
-PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folder of nbdist, with a separator at its end."""
+_NAME = os.path.basename(_PACKAGE.rstrip(os.sep))
+_STANDARD_ANYWHERE = re.compile(r"/lib(64)?/python3\.\d+/")
+"""The folder of Python's own modules, wherever Python is installed."""
 _STANDARD = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")})
 """The folders of Python's own modules."""
 _INSTALLED = frozenset(["site-packages", "dist-packages"])
@@ -26,15 +30,19 @@ def is_standard(path: str) -> bool:
     return os.path.join(path, "").startswith(_STANDARD) and not is_installed(path)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def is_library(file: str) -> bool:
-    """Return whether a file is not the user's."""
-    return is_installed(file) or is_standard(file) or file.startswith(PACKAGE)
+    """Return whether a file of this process, or of a rank on another machine, is not the user's."""
+    if is_installed(file) or is_standard(file) or _STANDARD_ANYWHERE.search(file):
+        return True
+    within = file.rpartition(f"{os.sep}{_NAME}{os.sep}")[2]
+    return within != file and os.path.exists(os.path.join(_PACKAGE, within))
 
 
 def package_of(file: str) -> str:
     """Return the name of the package or module of a library that a file belongs to."""
-    if file.startswith(PACKAGE):
-        return os.path.basename(PACKAGE.rstrip(os.sep))
+    if file.startswith(_PACKAGE):
+        return _NAME
     folder = next((one for one in _STANDARD if file.startswith(one)), "")
     parts = file[len(folder) :].split(os.sep)
     for number, part in enumerate(parts):

@@ -27,6 +27,7 @@ from nbdist import RankTimeout, Session
 from nbdist.kernel.calls import stacks
 from nbdist.kernel.calls.stacks import Frame, describe, main_thread, report
 from nbdist.kernel.session import executor_of
+from nbdist.system.source_files import is_library
 from nbdist.wire import stacks as wire
 
 HERE = Path(__file__).name
@@ -95,6 +96,19 @@ def test_a_line_that_is_not_known() -> None:
 )
 def test_any_text_can_be_read(dump: str) -> None:
     assert main_thread(dump) in ([], FRAMES) or "File" in dump
+
+
+@pytest.mark.parametrize(
+    "there", ["/opt/env/lib/python3.12/site-packages", "/opt/python/lib/python3.12", "/tmp/ray/py_modules/1"]
+)
+def test_a_rank_on_another_machine_may_have_its_libraries_in_other_folders(there: str) -> None:
+    lines = [f"{there}/nbdist/shm/collectives.py", "/opt/python/lib/python3.12/threading.py", "/home/me/train.py"]
+    lines += [f"{there}/nbdist/rank/loop.py"]
+    frames = main_thread("".join(f'  File "{file}", line 3 in f\n' for file in lines))
+    assert [frame.file for frame in frames] == lines
+    assert (
+        describe(frames).endswith("at train.py:3") and is_library(lines[0]) and not is_library("/home/me/nbdist/my.py")
+    )
 
 
 OWN = Frame(stacks._OWN[0], "230", "_call")

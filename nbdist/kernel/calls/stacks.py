@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 from ...engines.contract import Ranks
 from ...notebook.shell import cell_numbers
-from ...system.source_files import PACKAGE, is_library
+from ...system.source_files import is_library
 
 _THREAD = re.compile(r"^Thread (-?\d+) \(", re.M)
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
-#: Files of the rank's own loop. The frames of the function that it runs are above these.
-_OWN = tuple(os.path.join(PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
+#: The ends of the paths of the rank's own loop, whose folder may be another one on another machine. The frames of the
+#: function that the rank runs are above these.
+_OWN = tuple(os.path.join("nbdist", "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
 #: The file whose frame is on top of the stack for a moment when an interrupt arrives.
-_INTERRUPT = os.path.join(PACKAGE, "rank", "interrupts.py")
+_INTERRUPT = os.path.join("nbdist", "rank", "interrupts.py")
 #: The file that asks the kernel for typed input.
-_KEYBOARD = os.path.join(PACKAGE, "rank", "keyboard.py")
+_KEYBOARD = os.path.join("nbdist", "rank", "keyboard.py")
 #: The function that the statement `import` calls.
 _IMPORT = "_find_and_load"
 #: Functions that wrap another one. They are not the function that the caller has named.
@@ -68,8 +69,8 @@ def main_thread(dump: str) -> list[Frame]:
     """Parse a dump of `faulthandler`: the frames of the main thread, innermost first, down to the rank's own loop."""
     for thread in re.split(r"^(?=Current thread|Thread)", dump, flags=re.M):
         frames = [Frame(**match.groupdict()) for match in _FRAME.finditer(thread)]
-        frames = [frame for frame in frames if frame.file != _INTERRUPT]
-        own = [i for i, frame in enumerate(frames) if frame.file in _OWN]
+        frames = [frame for frame in frames if not frame.file.endswith(_INTERRUPT)]
+        own = [i for i, frame in enumerate(frames) if frame.file.endswith(_OWN)]
         if own:
             return frames[: own[0] + 1]
     return []
@@ -88,7 +89,7 @@ def describe(frames: list[Frame] | None) -> str:
         return "is joining the process group"
     if own.name == "leave":
         return "is leaving the process group of the last call"
-    if any(frame.file == _KEYBOARD for frame in inner):
+    if any(frame.file.endswith(_KEYBOARD) for frame in inner):
         return "waits for typed input"
     user = of_user(inner)
     if user is None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ...notebook.shell import cell_numbers
 from ...system import pipes, waits
 from ...system.interrupts import NUDGE
-from ...system.source_files import PACKAGE
 from ...wire.forking import STACK_SIGNAL
 from ...wire.recording import Collective
 from ...wire.stacks import FILELOCK, STORE
@@ -39,7 +38,7 @@ _EVENT_LOOP = os.path.join("asyncio", "base_events.py")
 _BACKWARD = "_engine_run_backward"
 #: The files with the code of threads that wake no other thread: two of nbdist, and tqdm's monitor.
 _SILENT = (
-    *(os.path.join(PACKAGE, *names) for names in (("wire", "stacks.py"), ("rank", "flight.py"))),
+    *(os.path.join("nbdist", *names) for names in (("wire", "stacks.py"), ("rank", "flight.py"))),
     os.path.join("tqdm", "_monitor.py"),
 )
 #: Signals whose handlers are nbdist's.
