@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent.parent
+INSTALLED = ROOT / "build" / "site-packages"  # with nbdist as a link
 ABSENT: dict[ModuleType, str] = {
     os: "memfd_create MFD_CLOEXEC pidfd_open sched_getaffinity sched_setaffinity eventfd pipe2 splice copy_file_range "
     "posix_fallocate posix_fadvise",
@@ -59,7 +60,8 @@ class Loader(importlib.abc.FileLoader, importlib.abc.SourceLoader):
 
 def nbdist_folder(folder: str) -> importlib.machinery.FileFinder:
     """Finds nbdist itself, and what is in it. Raises `ImportError` for any other folder."""
-    if not (Path(folder) == ROOT or ROOT / "nbdist" in (Path(folder), *Path(folder).parents)):
+    found = Path(folder)
+    if not (found in (ROOT, INSTALLED) or {ROOT / "nbdist", INSTALLED / "nbdist"} & {found, *found.parents}):
         raise ImportError
     return importlib.machinery.FileFinder(folder, (Loader, [".py"]))
 

@@ -133,6 +133,8 @@ session = Session(2)
 
 # %% more of the plot
 def more():
+    while os.environ["RANK"] == "0" and not heard:  # the page sends a click when it has drawn it
+        time.sleep(0.02)
     figure.add_scatter(y=[3, 2, 1], mode="markers", marker={"size": 30})
     return heard
 
