@@ -5,8 +5,8 @@ replaces `subprocess.Popen`: where a program of this interpreter is to start, th
 a child of the process that asked, with the descriptors, folder, environment and command line asked for, and runs the
 code that a fresh interpreter runs. A program first forks a child of its own, which waits. When nbdist starts its fork
 server in the program, that child becomes the server. The fork servers of the tests' own processes come from a second
-template, with what tests import besides: a rank imports the file of the test whose functions it runs. Tests about a
-start are marked `started`.
+template, with what tests import besides: a rank imports the file of the test whose functions it runs. Drivers of Ray
+come from the second template, too. Tests about a start are marked `started`.
 
 pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
 imported once for all workers. A fork of each worker is its own second template.
@@ -49,6 +49,7 @@ OF_TESTS = (
     "torchrec.distributed",
     "torchmetrics",
     "fastai.collab",
+    "ray",
     "nbdist.kernel.launch",  # as conftest does, which nearly all tests import
 )
 #: Set while a template imports, as in nbdist's server: no thread may start, CUDA must not be initialized.
@@ -140,6 +141,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         "session": bool(asked["start_new_session"]),
         "server": any("nbdist.server.main" in part for part in command),
         "worker": command[1:] == _WORKER,
+        "driver": any("nbdist.engines.ray.driver" in part for part in command),
         "unbuffered": unbuffered or bool(environ.get("PYTHONUNBUFFERED")),
         "asker": os.getpid(),
     }
@@ -219,7 +221,7 @@ class Templates:
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         with self._lock:
-            if request["server"] or request["worker"]:
+            if request["server"] or request["worker"] or request["driver"]:
                 if self._of_servers is None:  # forked from the first, as any program is
                     self._of_servers = Template.started(*MODULES, *OF_TESTS)
                 return self._of_servers.launch(request, fds)
@@ -312,7 +314,7 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         _run_worker(asked, given, paths)
         return
     _take(given, asked["fds"])
-    if asked["server"] or "from warm import" in "".join(asked["command"]):
+    if asked["server"] or asked["driver"] or "from warm import" in "".join(asked["command"]):
         _become(asked, paths)
         _run(asked["command"])
         return

@@ -21,7 +21,8 @@ CELLS = cells("browser/cells/closed_page.py")
 
 def opened(browser: Any, lab: tuple[str, Path]) -> Notebook:  # noqa: F811
     """The notebook, in a page of its own."""
-    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    page = browser.new_page()
+    page.set_viewport_size({"width": 1100, "height": 900})
     page.set_default_timeout(60_000)
     return Notebook(page, lab[0], lab[1] / "closed.ipynb")
 

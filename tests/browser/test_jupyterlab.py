@@ -20,12 +20,11 @@ import nbformat
 import psutil
 import pytest
 from cells import cells
-from conftest import living, poll
+from conftest import living, poll, site_packages
 from nbformat.v4 import new_code_cell, new_notebook
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 MISSING = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
-ROOT = str(Path(__file__).parent.parent.parent)
 CELLS = cells("browser/cells/jupyterlab.py")
 
 pytestmark = [
@@ -46,7 +45,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     kernels = folder / "share" / "jupyter" / "kernels" / "python3"
     kernels.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": {"PYTHONPATH": ROOT}}
+    spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": {"PYTHONPATH": site_packages()}}
     (kernels / "kernel.json").write_text(json.dumps(spec))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,8 +83,8 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield chromium
+        chromium = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium.new_context()  # one, whose pages share a cache: JupyterLab takes seconds to load and compile
         chromium.close()
 
 
@@ -152,7 +151,8 @@ def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRe
     """Opens a notebook with these cells."""
     url, folder = lab
     name = request.node.name.removeprefix("test_")
-    page = browser.new_page(viewport={"width": 1100, "height": 700})
+    page = browser.new_page()
+    page.set_viewport_size({"width": 1100, "height": 700})
     page.set_default_timeout(60_000)  # as `poll` has it
 
     def made(*cells: str) -> Notebook:

@@ -44,7 +44,8 @@ def page(lab: tuple[str, Path], browser: Any) -> Iterator[Any]:  # noqa: F811
     folder.mkdir(parents=True, exist_ok=True)
     for name, settings in SETTINGS.items():
         (folder / f"{name}.jupyterlab-settings").write_text(json.dumps(settings))
-    page = browser.new_page(viewport={"width": 1250, "height": 1000})
+    page = browser.new_page()
+    page.set_viewport_size({"width": 1250, "height": 1000})
     page.set_default_timeout(60_000)
     try:
         yield page
