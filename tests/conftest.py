@@ -208,7 +208,7 @@ def ranks_of(pid: int | None = None, known: Iterable[int] = ()) -> list[psutil.P
     found: set[int] = set()
     for child in child_pids(os.getpid() if pid is None else pid):
         command = _command(child)
-        family = child_pids(child, recursive=True) if command.partition(" ")[0].endswith("/raylet") else []
+        family = child_pids(child, recursive=True) if "/raylet " in command else []
         for one in (child, *family):
             if "nbdist.server.main" in (command if one == child else _command(one)):
                 found.update(child_pids(one, recursive=True))

@@ -10,7 +10,7 @@ import zlib
 from typing import Any, NamedTuple
 
 from ..notebook.shell import after_each_cell, autoreloaded
-from ..system.source_files import is_installed, is_standard
+from ..system.source_files import is_of_environment
 from .foreign import PLAIN, contents, is_a
 
 _CODE = (types.FunctionType, type, types.ModuleType)
@@ -93,9 +93,7 @@ def objects_of_own_modules() -> dict[int, list[tuple[str, str]]]:
 def own_file(module: types.ModuleType | None, name: str) -> str | None:
     """Return the source file of one of the user's own modules; None for any other module."""
     file = contents(module).get("__file__")
-    if not isinstance(file, str) or not file.endswith(".py") or not os.path.isabs(file):
-        return None
-    if is_installed(file) or is_standard(file):
+    if not isinstance(file, str) or not file.endswith(".py") or is_of_environment(file) or not os.path.isabs(file):
         return None
     return None if name in ("__main__", "__mp_main__") or name.partition(".")[0] == _PACKAGE else file
 

@@ -28,7 +28,7 @@ from ..system import ending, interpreter
 from ..system.processes import open_standard_descriptors, own_pidfd, redirect_to_devnull, register_after_fork
 from ..system.scratch import new_name
 from ..system.search_path import search_path
-from ..system.source_files import is_installed, is_standard
+from ..system.source_files import is_of_environment
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
 from .prerequisites import check_proc
@@ -296,4 +296,4 @@ def installed(module: str) -> bool:
     if top is None:
         return False
     places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
-    return any(is_installed(place) or is_standard(place) for place in places)
+    return any(map(is_of_environment, places))

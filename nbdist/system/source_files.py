@@ -20,7 +20,7 @@ _INSTALLED = frozenset(["site-packages", "dist-packages"])
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_installed(path: str) -> bool:
-    """Return whether a path is a folder of installed packages, or in one. They do not change while a notebook runs."""
+    """Return whether a path is a folder of installed packages, or in one."""
     return not _INSTALLED.isdisjoint(path.split(os.sep))
 
 
@@ -30,10 +30,15 @@ def is_standard(path: str) -> bool:
     return os.path.join(path, "").startswith(_STANDARD) and not is_installed(path)
 
 
+def is_of_environment(path: str) -> bool:
+    """Return whether a path is Python's own or installed, so that it does not change while a notebook runs."""
+    return is_installed(path) or is_standard(path)
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def is_library(file: str) -> bool:
     """Return whether a file of this process, or of a rank on another machine, is not the user's."""
-    if is_installed(file) or is_standard(file) or _STANDARD_ANYWHERE.search(file):
+    if is_of_environment(file) or _STANDARD_ANYWHERE.search(file):
         return True
     within = file.rpartition(f"{os.sep}{_NAME}{os.sep}")[2]
     return within != file and os.path.exists(os.path.join(_PACKAGE, within))

@@ -38,7 +38,8 @@ _EVENT_LOOP = os.path.join("asyncio", "base_events.py")
 _BACKWARD = "_engine_run_backward"
 #: The files with the code of threads that wake no other thread: two of nbdist, and tqdm's monitor.
 _SILENT = (
-    *(os.path.join("nbdist", *names) for names in (("wire", "stacks.py"), ("rank", "flight.py"))),
+    os.path.join("nbdist", "wire", "stacks.py"),
+    os.path.join("nbdist", "rank", "flight.py"),
     os.path.join("tqdm", "_monitor.py"),
 )
 #: Signals whose handlers are nbdist's.
