@@ -1,7 +1,8 @@
 """multiprocess' own test suite, run over our context: `python tests/kernel/multiprocess_adapter.py FOLDER [METHOD]`.
 
 FOLDER holds the unpacked source distribution of the release that is installed (`make multiprocess` fetches it); library
-and suite are taken from there. The suite is run in one piece, as the library runs it for its own start methods: with
+and suite are taken from there, by a link in a folder of installed packages, so that servers import the library for all
+processes, as they do for users. The suite is run in one piece, as the library runs it for its own start methods: with
 METHOD, "nbdist" or one of those, as the start method of everything in it. It fails, too, if files are left behind.
 """
 
@@ -28,7 +29,7 @@ import multiprocess.tests
 
 import nbdist
 
-assert multiprocess.tests.__file__.startswith({release!r}), multiprocess.tests.__file__
+assert multiprocess.tests.__file__.startswith({packages!r}), multiprocess.tests.__file__
 nbdist.context("multiprocess")
 multiprocess.tests.install_tests_in_module_dict(globals(), {method!r})
 """
@@ -46,8 +47,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def main(folder: str, method: str = "nbdist", *arguments: str) -> int:
     here, release = Path(__file__).resolve(), Path(folder).resolve() / "py{}.{}".format(*sys.version_info)
     with tempfile.TemporaryDirectory() as suite, tempfile.TemporaryDirectory(prefix="mp", dir="/tmp") as temporary:
-        (Path(suite) / "test_suite.py").write_text(SUITE.format(method=method, release=str(release)))
-        path = os.pathsep.join([str(release), suite, str(here.parent), str(here.parents[2])])
+        packages = Path(suite) / "site-packages"
+        packages.mkdir()
+        for part in release.iterdir():
+            (packages / part.name).symlink_to(part)
+        (Path(suite) / "test_suite.py").write_text(SUITE.format(method=method, packages=str(packages)))
+        path = os.pathsep.join([str(packages), suite, str(here.parent), str(here.parents[2])])
         env = {**os.environ, "PYTHONPATH": path, "TMPDIR": temporary, "NBDIST_SUITE_METHOD": method}
         signal.signal(
             signal.SIGINT, signal.SIG_DFL
