@@ -9,7 +9,8 @@ template, with what tests import besides: a rank imports the file of the test wh
 come from the second template, too. Tests about a start are marked `started`.
 
 pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
-imported once for all workers. A fork of each worker is its own second template.
+imported once for all workers. A fork of each worker is its own second template. A program with the variable `FORKS`,
+such as a Jupyter server, has a fork for a template, too: the kernels that it starts are forked from that.
 """
 
 from __future__ import annotations
@@ -59,12 +60,14 @@ WHILE_IMPORTED = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
-READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
+READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON", "RAY_AUTH_")
 #: Of these, the variables that make no difference to a fork: it finds modules and makes streams by itself, and threads
 #: may wait either way.
 WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"}
 _HERE = str(Path(__file__).parent)
 _LIMIT = 1 << 20
+#: A variable of programs whose own programs are forked.
+FORKS = "NBDIST_TESTS_FORKS"
 #: Bytes of a command line that a forked program can show.
 _SHOWN = 4096
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -74,7 +77,7 @@ _WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 _started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
-_source: Templates | Waiting | None = None
+_source: Templates | Template | Waiting | None = None
 #: The second template that this process came with, if it is a forked worker.
 _own_template: Template | None = None
 #: Process ids of fork servers of this process that were not forked.
@@ -143,6 +146,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         "worker": command[1:] == _WORKER,
         "driver": any("nbdist.engines.ray.driver" in part for part in command),
         "unbuffered": unbuffered or bool(environ.get("PYTHONUNBUFFERED")),
+        "forks": FORKS in environ and FORKS not in os.environ,
         "asker": os.getpid(),
     }
 
@@ -310,8 +314,8 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         os.setsid()
     control.send(str(os.getpid()).encode())
     control.close()
-    if asked["worker"]:
-        _run_worker(asked, given, paths)
+    if asked["worker"] or asked["forks"]:
+        _run_with_template(asked, given, paths)
         return
     _take(given, asked["fds"])
     if asked["server"] or asked["driver"] or "from warm import" in "".join(asked["command"]):
@@ -332,9 +336,9 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
     _run(asked["command"])
 
 
-def _run_worker(asked: Mapping[str, Any], given: Sequence[int], paths: list[str]) -> None:
-    """Run one of pytest-xdist's workers. A fork of this process is its second template."""
-    global _own_template
+def _run_with_template(asked: Mapping[str, Any], given: Sequence[int], paths: list[str]) -> None:
+    """Run a program that forks programs: a fork of this process is its template."""
+    global _own_template, _source
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     template = os.fork()
     if not template:
@@ -347,8 +351,13 @@ def _run_worker(asked: Mapping[str, Any], given: Sequence[int], paths: list[str]
     _take(given, asked["fds"], ours.fileno())
     this = sys.modules[__name__]
     _become(asked, paths)
-    sys.modules[__name__] = this  # conftest.py finds the template in it
-    _own_template = Template(ours, template)
+    found = Template(ours, template)
+    if asked["worker"]:
+        sys.modules[__name__] = this  # conftest.py finds the template in it
+        _own_template = found
+    else:
+        _source = found
+        _replace_popen()
     _run(asked["command"])
 
 

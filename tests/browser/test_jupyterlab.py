@@ -19,6 +19,7 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
+import warm as warm_programs
 from cells import cells
 from conftest import living, poll, site_packages
 from nbformat.v4 import new_code_cell, new_notebook
@@ -60,7 +61,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     places = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
     places |= {"JUPYTER_PATH": str(folder / "share" / "jupyter"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
     with open(folder / "log", "w") as log:
-        server = subprocess.Popen(command, cwd=folder, env={**os.environ, **places}, stdout=log, stderr=log)
+        env = {**os.environ, **places, warm_programs.FORKS: "1"}
+        server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:

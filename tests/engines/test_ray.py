@@ -25,7 +25,7 @@ import nbdist
 from nbdist import NbdistError, RankDied, RayOptions, Session
 from nbdist.engines.ray.kernel import driver_process as process
 from nbdist.engines.ray.kernel.ranks import RayEngine, RayRanks
-from nbdist.engines.ray.launch.starting import LIGHT
+from nbdist.engines.ray.launch.starting import LIGHT, free_ports
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.session import executor_of
 from nbdist.wire.channel import Channel
@@ -378,9 +378,8 @@ def test_a_press_while_ranks_come_or_go_gives_their_room_back(
 @pytest.fixture
 def own_cluster() -> Iterator[Any]:
     """A cluster that a test may ruin, with a port for clients."""
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder, socket.create_server(("", 0)) as sock:
-        port = sock.getsockname()[1]
-        sock.close()
+    [port] = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         cluster = start_cluster(folder, ray_client_server_port=port)
         cluster.client = f"ray://127.0.0.1:{port}"
         try:

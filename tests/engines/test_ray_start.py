@@ -15,6 +15,7 @@ from conftest import poll
 
 from nbdist import NbdistError, RayOptions, in_ddp
 from nbdist.engines.ray.kernel import driver_process as process
+from nbdist.engines.ray.launch import starting
 from nbdist.engines.ray.launch.starting import LIGHT, agent_ports, announced, as_options, environment, patiently, why
 
 pytest.importorskip("ray", reason="needs Ray")
@@ -54,6 +55,27 @@ def test_raylets_get_the_port_that_ray_does_not_pass_on(tmp_path: Path, monkeypa
             stack.callback(raylet.kill)
         assert poll(files["last"].exists) and files["last"].read_text() == str(port)
         assert not files["knows"].exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/sys/net/ipv4"), reason="only Linux says which ports it gives out")
+def test_no_process_is_given_a_port_before_ray_listens_at_it() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first <= 20000 and last == 65535:
+        pytest.skip("this machine gives out all ports")
+    ports = starting.free_ports(50)
+    assert len(set(ports)) == 50 and all(port > 19999 and not first <= port <= last for port in ports)
+
+
+@pytest.mark.parametrize("free", [1, 0])
+def test_a_port_that_is_taken_is_left_out(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(3)]
+        monkeypatch.setattr(starting, "_not_given_out", lambda: [*ports, *starting_at[:free]])
+        with socket.create_server(("", 0)) as sock:
+            starting_at = [sock.getsockname()[1]]
+        found = starting.free_ports(2)
+    assert len(set(found)) == 2 and not set(found) & set(ports)
+    assert not free or starting_at[0] in found
 
 
 def test_the_reason_why_a_node_does_not_start_comes_from_its_logs(tmp_path: Path) -> None:

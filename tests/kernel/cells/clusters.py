@@ -59,6 +59,10 @@ _, port, ip, there = forward.split(":")
 server = socket.create_server(("127.0.0.1", int(port)))
 while True:
     one, _ = server.accept()
-    other = socket.create_connection((ip, int(there)))
+    try:
+        other = socket.create_connection((ip, int(there)))
+    except OSError:
+        one.close()
+        continue
     for ends in ((one, other), (other, one)):
         threading.Thread(target=pump, args=ends, daemon=True).start()

@@ -28,6 +28,7 @@ from ..driver.cluster import versions
 from ..kernel import driver_process as process
 from ..options import RayOptions
 from . import machine
+from .starting import free_ports
 
 #: Seconds from one word to the user to the next, while machines start.
 WORD = 5.0
@@ -203,8 +204,7 @@ class Machines:
 
     def _dig(self, tunnel: Callable[[int, str], Sequence[str]], address: str, seconds: float) -> int:
         """Forward a port of this machine, and return its number."""
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            port = int(sock.getsockname()[1])
+        [port] = free_ports(1)
         self._names.append(f"the tunnel to {address}")
         self._last.append(collections.deque[str](maxlen=10))
         self._start(len(self._processes), tunnel(port, address))

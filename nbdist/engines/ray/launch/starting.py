@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import random
 import re
 import socket
 import threading
@@ -29,6 +30,8 @@ _PORTS = {
     "runtime_env_agent_port": "--runtime-env-agent-port",
     "dashboard_agent_listen_port": "--dashboard-agent-listen-port",
 }
+#: Below it are the ports of Ray's workers, from 10002 (`--min-worker-port` and `--max-worker-port` of `ray start`).
+_ABOVE_WORKERS = 20000
 _ANSWERED_BY_FILE = "dashboard_agent_listen_port"
 #: How long a raylet waits otherwise, for an agent's answers and for a worker: by default half a minute and a minute.
 _PATIENCE = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
@@ -53,10 +56,31 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports of this machine at which no process listens."""
+    """Return different ports of this machine at which no process listens.
+
+    It takes seconds until Ray listens at them. Until then, the system gives other processes any port of its range for
+    processes that ask for none in particular. gRPC would share a port with such a process. So ports outside that range
+    are taken where there are enough of them.
+    """
+    candidates = _not_given_out()
+    random.SystemRandom().shuffle(candidates)  # a notebook may have seeded the other generator
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        sockets: list[socket.socket] = []
+        while len(sockets) < count:
+            with contextlib.suppress(OSError):  # it is taken; at the port 0 there is always a free one
+                port = candidates.pop() if candidates else 0
+                sockets.append(stack.enter_context(socket.create_server(("", port))))
         return [sock.getsockname()[1] for sock in sockets]
+
+
+def _not_given_out() -> list[int]:
+    """Return the ports above the range of Ray's workers that the system gives no process by itself."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            first, last = map(int, file.read().split())
+    except (OSError, ValueError):  # not Linux
+        return []
+    return [*range(_ABOVE_WORKERS, first), *range(last + 1, 1 << 16)]
 
 
 def agent_ports() -> dict[str, int]:
