@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,10 @@ def main(fd: str, *modules: str) -> None:
     """Import, then fork a program for each request until the asker's end of the socket is closed."""
     os.environ.update(WHILE_IMPORTED)
     for name in modules:
-        with contextlib.suppress(ModuleNotFoundError):  # some environments have no fastai or TorchRec
+        # Ray and others add filters with categories of theirs, and a rank would import them to get the filters.
+        own = contextlib.nullcontext() if name in MODULES else warnings.catch_warnings()
+        # Some environments have no fastai or TorchRec.
+        with contextlib.suppress(ModuleNotFoundError), own:
             importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.collect()
