@@ -73,12 +73,11 @@ quick: lint types
 long: setup
 	@$(PYTEST) -m long $(PYTEST_ARGS)
 
-# What runs beside the long tests is shown after them. The site shows the notebooks that these have executed.
-test-all: test
+# What runs beside the tests is shown after them. The site shows the notebooks that the long tests have executed.
+test-all: setup
 	@mkdir -p build; $(MAKE) --no-print-directory others >build/others.log 2>&1 </dev/null & \
 	failed=0; \
-	$(MAKE) --no-print-directory long || failed=1; \
-	$(MAKE) --no-print-directory docs || failed=1; \
+	for part in test long docs; do $(MAKE) --no-print-directory $$part || failed=1; done; \
 	wait $$! || failed=1; \
 	grep -E "^(FAILED|ERROR|FAIL:)|passed|failed|[Ee]rror|issues|^Ran |^OK" build/others.log; exit $$failed
 

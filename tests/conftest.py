@@ -29,7 +29,7 @@ from nbdist import Session, warm
 from nbdist.engines import forkserver
 from nbdist.wire import rank_memory
 
-pytest_plugins = ["progress"]
+pytest_plugins = ["progress", "pages"]
 #: Tests on imitated GPUs have a command of their own, `make gpu-imitated`: elsewhere they are not collected.
 collect_ignore = [] if "libcudart-imitated.so" in os.environ.get("LD_PRELOAD", "") else ["gpu"]
 

@@ -2,8 +2,8 @@
 
 `seconds.json` holds for each file the seconds without its long tests, the seconds of these alone, and the number of the
 others (`make suite` writes it). Files that take longest begin first. The time left follows from these seconds and from
-the speed so far. Where a test of a file takes more than `SLOW` seconds on average, all tests of the file are slow:
-`make quick` has two minutes.
+the speed so far. The files that share a JupyterLab run in one process. Where a test of a file takes more than `SLOW`
+seconds on average, all tests of the file are slow: `make quick` has two minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SECONDS: dict[str, tuple[float, float, int]] = json.loads((HERE / "seconds.json"
 UNKNOWN = 2.0
 #: Seconds of a test, on average over its file, above which it is slow.
 SLOW = 0.2
+#: Folder of files whose tests share what takes long to start.
+BROWSER = "/browser/"
 #: Lines of an error that are shown at once.
 WHY = 6
 #: Seconds between two lines about the progress.
@@ -55,6 +57,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken, _, tests = SECONDS.get(file_of(item.nodeid), (0.0, 0.0, 0))
         if taken > SLOW * tests:
             item.add_marker("slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, run all files that share a JupyterLab and a browser in one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = file_of(nodeid)
+            return BROWSER if BROWSER in file else file
+
+    return Scheduling(config, log)
 
 
 class Progress:

@@ -11,15 +11,17 @@ import nbformat
 from cells import cells
 from conftest import poll
 from nbformat.v4 import new_code_cell, new_notebook
-from test_jupyterlab import Notebook, browser, lab, pytestmark  # noqa: F401 (fixtures, and the marks of this file)
+from pages import NEEDED, Notebook
 from test_pictures import FOLDER, HIDDEN, SETTINGS
 
 from nbdist import attach
 
+pytestmark = NEEDED
+
 CELLS = cells("browser/cells/closed_page.py")
 
 
-def opened(browser: Any, lab: tuple[str, Path]) -> Notebook:  # noqa: F811
+def opened(browser: Any, lab: tuple[str, Path]) -> Notebook:
     """The notebook, in a page of its own."""
     page = browser.new_page()
     page.set_viewport_size({"width": 1100, "height": 900})
@@ -37,7 +39,7 @@ def check(book: Notebook, number: int) -> None:
     assert book.cell(number).locator("img").count() == 1, "the plot"
 
 
-def test_a_page_that_is_closed(lab: tuple[str, Path], browser: Any) -> None:  # noqa: F811
+def test_a_page_that_is_closed(lab: tuple[str, Path], browser: Any) -> None:
     url, folder = lab
     texts = [CELLS["training"], CELLS["the call"], "session.replay()", CELLS["later"], "session.close()"]
     node = new_notebook(cells=[new_code_cell(text.strip("\n")) for text in texts])

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,130 +12,17 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
-import warm as warm_programs
 from cells import cells
-from conftest import living, poll, site_packages
+from conftest import living, poll
 from nbformat.v4 import new_code_cell, new_notebook
+from pages import NEEDED, Notebook
 
-BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-MISSING = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
 CELLS = cells("browser/cells/jupyterlab.py")
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.long("a JupyterLab in Chromium"),
-    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium"),
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = NEEDED
 
 #: Where a picture of each test's page is left, if anywhere.
 SCREENSHOTS = os.environ.get("NBDIST_SCREENSHOTS", "")
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The address of a JupyterLab, and its folder."""
-    folder = tmp_path_factory.mktemp("lab")
-    kernels = folder / "share" / "jupyter" / "kernels" / "python3"
-    kernels.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": {"PYTHONPATH": site_packages()}}
-    (kernels / "kernel.json").write_text(json.dumps(spec))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
-    command += [
-        "--ServerApp.port_retries=0",
-        "--IdentityProvider.token=",
-        "--ServerApp.password=",
-        "--ServerApp.disable_check_xsrf=True",
-    ]
-    places = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
-    places |= {"JUPYTER_PATH": str(folder / "share" / "jupyter"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
-    with open(folder / "log", "w") as log:
-        env = {**os.environ, **places, warm_programs.FORKS: "1"}
-        server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
-    url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        with contextlib.suppress(OSError):
-            return bool(urllib.request.urlopen(f"{url}/api/status").status == 200)
-        return False
-
-    try:
-        assert poll(answers, 300), (folder / "log").read_text()  # a busy machine takes minutes
-        yield url, folder
-    finally:
-        family = psutil.Process(server.pid).children(recursive=True)
-        server.terminate()
-        assert poll(lambda: server.poll() is not None)
-        assert poll(lambda: not living(family)), living(family)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
-        yield chromium.new_context()  # one, whose pages share a cache: JupyterLab takes seconds to load and compile
-        chromium.close()
-
-
-class Notebook:
-    """A notebook that is open in the browser."""
-
-    def __init__(self, page: Any, url: str, file: Path) -> None:
-        self.page, self._url, self.file = page, f"{url}/lab/tree/{file.name}?reset", file
-        self.load()
-
-    def load(self) -> None:
-        """Open it, or load it again."""
-        self.page.goto(self._url)
-        self.page.wait_for_selector(".jp-Notebook .jp-Cell")
-        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"], '
-                                    '.jp-Notebook-ExecutionIndicator[data-status="busy"]')  # fmt: skip
-
-    def cell(self, number: int) -> Any:
-        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
-
-    def start(self, number: int) -> None:
-        """Run a cell, as Control and Enter do."""
-
-        def begun() -> bool:
-            asked = self.page.locator(".jp-Dialog button.jp-mod-accept")
-            if asked.count():  # for a kernel, while the one that the notebook names is about to start
-                asked.first.click()
-            self.cell(number).locator(".cm-content").click()
-            self.page.keyboard.press("Control+Enter")
-            return poll(lambda: asked.count() or re.search(r"[*\d]", self.prompt(number)), 3) and not asked.count()
-
-        assert poll(begun), "a notebook that was just opened has no kernel yet, and runs nothing"
-
-    def run(self, number: int) -> str:
-        """Run a cell to its end; what it shows."""
-        self.start(number)
-        return self.end(number)
-
-    def end(self, number: int) -> str:
-        assert poll(lambda: re.search(r"\[\d+\]", self.prompt(number))), self.shown(number)
-        return self.shown(number)
-
-    def prompt(self, number: int) -> str:
-        return str(self.cell(number).locator(".jp-InputArea-prompt").inner_text())
-
-    def shown(self, number: int) -> str:
-        return str(self.cell(number).locator(".jp-OutputArea").first.inner_text())
-
-    def until(self, number: int, text: str) -> None:
-        assert poll(lambda: re.search(text, self.shown(number))), self.shown(number)
-
-    def save(self) -> None:
-        before = self.file.stat().st_mtime_ns
-        self.page.keyboard.press("Escape")
-        self.page.keyboard.press("Control+s")
-        assert poll(lambda: self.file.stat().st_mtime_ns != before)
 
 
 Open = Callable[..., Notebook]
@@ -169,10 +49,6 @@ def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRe
         if SCREENSHOTS:
             page.locator(".jp-Notebook").screenshot(path=f"{SCREENSHOTS}/{name}.png")
         page.close()
-        with urllib.request.urlopen(f"{url}/api/kernels") as answer:
-            kernels = json.load(answer)
-        for kernel in kernels:
-            urllib.request.urlopen(urllib.request.Request(f"{url}/api/kernels/{kernel['id']}", method="DELETE"))
 
 
 def test_launch_with_a_bar(open_notebook: Open, lab: tuple[str, Path]) -> None:

@@ -17,7 +17,9 @@ import pytest
 from cells import cells
 from conftest import poll
 from nbformat.v4 import new_code_cell, new_notebook
-from test_jupyterlab import Notebook, browser, lab, pytestmark  # noqa: F401 (fixtures, and the marks of this file)
+from pages import NEEDED, Notebook
+
+pytestmark = NEEDED
 
 CELLS = cells("browser/cells/pictures.py")
 FOLDER = os.environ.get("NBDIST_PICTURES", "")
@@ -38,7 +40,7 @@ HIDDEN = ".jp-cell-toolbar, .jp-Collapser { display: none !important }"
 
 
 @pytest.fixture
-def page(lab: tuple[str, Path], browser: Any) -> Iterator[Any]:  # noqa: F811
+def page(lab: tuple[str, Path], browser: Any) -> Iterator[Any]:
     """A page whose colors follow the system's."""
     folder = lab[1] / "settings" / "@jupyterlab" / "apputils-extension"
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ def take(page: Any, cell: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_picture(name: str, page: Any, lab: tuple[str, Path]) -> None:  # noqa: F811
+def test_picture(name: str, page: Any, lab: tuple[str, Path]) -> None:
     url, folder = lab
     texts = [re.sub(r"\n{3,}", "\n\n", CELLS[part]).strip() for part in (f"before {name}", name)]
     node = new_notebook(cells=[new_code_cell(text) for text in texts])
