@@ -11,15 +11,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import conftest
 import psutil
 import pytest
 import warm as warm_programs
-from conftest import living, poll, site_packages
+from conftest import living, site_packages
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 MISSING = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
@@ -31,6 +33,26 @@ NEEDED = [
     pytest.mark.skipif(BROWSER is None, reason="there is no Chromium"),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]
+
+#: JupyterLab's settings: colors follow the system's, and no question about news covers the page.
+SETTINGS = {"themes": {"adaptive-theme": True}, "notification": {"fetchNews": "false"}}
+#: In the page: close what is open, and open a notebook if one is named.
+OPEN = """async path => {
+    for (const widget of [...window.jupyterapp.shell.widgets('main')]) widget.dispose()
+    if (path) await window.jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'})
+}"""
+
+
+def poll(condition: Callable[[], Any], seconds: float = 300.0) -> bool:
+    """Wait as conftest's `poll` does, with fewer looks: each makes the browser lay out its page."""
+
+    def looked() -> Any:
+        found = condition()
+        if not found:
+            time.sleep(0.1)
+        return found
+
+    return conftest.poll(looked, seconds)
 
 
 @pytest.fixture(scope="session")
@@ -47,12 +69,17 @@ def running_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
     command += [
         "--ServerApp.port_retries=0",
+        "--LabApp.expose_app_in_browser=True",
         "--IdentityProvider.token=",
         "--ServerApp.password=",
         "--ServerApp.disable_check_xsrf=True",
     ]
     places = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
     places |= {"JUPYTER_PATH": str(folder / "share" / "jupyter"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    for name, values in SETTINGS.items():
+        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
     with open(folder / "log", "w") as log:
         env = {**os.environ, **places, warm_programs.FORKS: "1"}
         server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
@@ -94,16 +121,39 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+@pytest.fixture(scope="session")
+def lab_page(browser: Any) -> Iterator[Any]:
+    page = browser.new_page()
+    page.set_default_timeout(60_000)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def page(lab_page: Any, lab: tuple[str, Path]) -> Iterator[Any]:
+    """The page that tests share. JupyterLab stays in it, notebooks are closed after each test."""
+    yield lab_page
+    if lab_page.url.startswith(lab[0]):
+        lab_page.evaluate(OPEN, "")
+
+
 class Notebook:
-    """A notebook that is open in the browser."""
+    """A notebook that is open in the browser. If the page shows a JupyterLab already, the notebook is opened there."""
 
     def __init__(self, page: Any, url: str, file: Path) -> None:
         self.page, self._url, self.file = page, f"{url}/lab/tree/{file.name}?reset", file
-        self.load()
+        if page.url.startswith(url) and not page.locator(".jp-Dialog").count():
+            page.evaluate(OPEN, file.name)
+            self._await_kernel()
+        else:
+            self.load()
 
     def load(self) -> None:
-        """Open it, or load it again."""
+        """Load JupyterLab with the notebook, or load it again."""
         self.page.goto(self._url)
+        self._await_kernel()
+
+    def _await_kernel(self) -> None:
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"], '
                                     '.jp-Notebook-ExecutionIndicator[data-status="busy"]')  # fmt: skip

@@ -9,10 +9,9 @@ from typing import Any
 
 import nbformat
 from cells import cells
-from conftest import poll
 from nbformat.v4 import new_code_cell, new_notebook
-from pages import NEEDED, Notebook
-from test_pictures import FOLDER, HIDDEN, SETTINGS
+from pages import NEEDED, Notebook, poll
+from test_pictures import FOLDER, HIDDEN
 
 from nbdist import attach
 
@@ -45,10 +44,6 @@ def test_a_page_that_is_closed(lab: tuple[str, Path], browser: Any) -> None:
     node = new_notebook(cells=[new_code_cell(text.strip("\n")) for text in texts])
     node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(node, folder / "closed.ipynb")
-    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
-    settings.mkdir(parents=True, exist_ok=True)
-    for name, setting in SETTINGS.items():
-        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(setting))
     book = opened(browser, lab)
     book.run(0)
     book.start(1)

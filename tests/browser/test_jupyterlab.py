@@ -13,9 +13,9 @@ import nbformat
 import psutil
 import pytest
 from cells import cells
-from conftest import living, poll
+from conftest import living
 from nbformat.v4 import new_code_cell, new_notebook
-from pages import NEEDED, Notebook
+from pages import NEEDED, Notebook, poll
 
 CELLS = cells("browser/cells/jupyterlab.py")
 
@@ -29,13 +29,11 @@ Open = Callable[..., Notebook]
 
 
 @pytest.fixture
-def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRequest) -> Iterator[Open]:
+def open_notebook(lab: tuple[str, Path], page: Any, request: pytest.FixtureRequest) -> Iterator[Open]:
     """Opens a notebook with these cells."""
     url, folder = lab
     name = request.node.name.removeprefix("test_")
-    page = browser.new_page()
     page.set_viewport_size({"width": 1100, "height": 700})
-    page.set_default_timeout(60_000)  # as `poll` has it
 
     def made(*cells: str) -> Notebook:
         node = new_notebook(cells=[new_code_cell(cell.strip("\n")) for cell in cells])
@@ -43,12 +41,9 @@ def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRe
         nbformat.write(node, folder / f"{name}.ipynb")
         return Notebook(page, url, folder / f"{name}.ipynb")
 
-    try:
-        yield made
-    finally:
-        if SCREENSHOTS:
-            page.locator(".jp-Notebook").screenshot(path=f"{SCREENSHOTS}/{name}.png")
-        page.close()
+    yield made
+    if SCREENSHOTS:
+        page.locator(".jp-Notebook").screenshot(path=f"{SCREENSHOTS}/{name}.png")
 
 
 def test_launch_with_a_bar(open_notebook: Open, lab: tuple[str, Path]) -> None:

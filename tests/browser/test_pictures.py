@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from cells import cells
-from conftest import poll
 from nbformat.v4 import new_code_cell, new_notebook
-from pages import NEEDED, Notebook
+from pages import NEEDED, Notebook, poll
 
 pytestmark = NEEDED
 
@@ -33,26 +30,8 @@ SHOWN = {
     "training": "auc",
     "plan": "row_wise",
 }
-#: JupyterLab's settings: colors follow the system's, and no question about news covers the page.
-SETTINGS = {"themes": {"adaptive-theme": True}, "notification": {"fetchNews": "false"}}
 #: What a picture leaves out.
 HIDDEN = ".jp-cell-toolbar, .jp-Collapser { display: none !important }"
-
-
-@pytest.fixture
-def page(lab: tuple[str, Path], browser: Any) -> Iterator[Any]:
-    """A page whose colors follow the system's."""
-    folder = lab[1] / "settings" / "@jupyterlab" / "apputils-extension"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, settings in SETTINGS.items():
-        (folder / f"{name}.jupyterlab-settings").write_text(json.dumps(settings))
-    page = browser.new_page()
-    page.set_viewport_size({"width": 1250, "height": 1000})
-    page.set_default_timeout(60_000)
-    try:
-        yield page
-    finally:
-        page.close()
 
 
 def take(page: Any, cell: Any, name: str) -> None:
@@ -73,6 +52,7 @@ def test_picture(name: str, page: Any, lab: tuple[str, Path]) -> None:
     node = new_notebook(cells=[new_code_cell(text) for text in texts])
     node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(node, folder / f"{name}.ipynb")
+    page.set_viewport_size({"width": 1250, "height": 1000})
     book = Notebook(page, url, folder / f"{name}.ipynb")
     book.run(0)
     book.run(1)
