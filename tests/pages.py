@@ -36,6 +36,8 @@ NEEDED = [
 
 #: JupyterLab's settings: colors follow the system's, and no question about news covers the page.
 SETTINGS = {"themes": {"adaptive-theme": True}, "notification": {"fetchNews": "false"}}
+#: Whether the test after a test opens notebooks, too.
+_FOLLOWED = pytest.StashKey[bool]()
 #: In the page: close what is open, and open a notebook if one is named.
 OPEN = """async path => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) widget.dispose()
@@ -129,11 +131,19 @@ def lab_page(browser: Any) -> Iterator[Any]:
     page.close()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Note whether the next test opens notebooks, too."""
+    item.stash[_FOLLOWED] = nextitem is not None and nextitem.get_closest_marker("browser") is not None
+
+
 @pytest.fixture
-def page(lab_page: Any, lab: tuple[str, Path]) -> Iterator[Any]:
-    """The page that tests share. JupyterLab stays in it, notebooks are closed after each test."""
+def page(lab_page: Any, lab: tuple[str, Path], request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page that tests share. JupyterLab stays in it for the next test, without the notebooks of this one."""
     yield lab_page
-    if lab_page.url.startswith(lab[0]):
+    if not request.node.stash[_FOLLOWED]:
+        lab_page.goto("about:blank")  # JupyterLab is busy even if it shows nothing
+    elif lab_page.url.startswith(lab[0]):
         lab_page.evaluate(OPEN, "")
 
 
