@@ -75,6 +75,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WITH_ARGUMENT = "-c", "-m"
 #: What pytest-xdist's workers execute.
 _WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
+#: Kinds of program that the second template forks.
+_OF_SECOND = {"server", "driver", "worker"}
 _started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
@@ -109,7 +111,7 @@ class Popen(_started_popen):
             pid = _source.launch(request, [standard if fd < 0 else fd for standard, fd in enumerate(fds)])
         if pid is None:
             super()._execute_child(*args, **kwargs)
-            if request is not None and request["server"]:
+            if request is not None and request["kind"] == "server":
                 started_servers.append(self.pid)
             return
         self.pid, self._child_created = pid, True
@@ -143,13 +145,21 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         "cwd": os.fspath(asked["cwd"] or os.getcwd()),
         "fds": [0, 1, 2, *asked["pass_fds"]],
         "session": bool(asked["start_new_session"]),
-        "server": any("nbdist.server.main" in part for part in command),
-        "worker": command[1:] == _WORKER,
-        "driver": any("nbdist.engines.ray.driver" in part for part in command),
+        "kind": _kind(command, environ),
         "unbuffered": unbuffered or bool(environ.get("PYTHONUNBUFFERED")),
-        "forks": FORKS in environ and FORKS not in os.environ,
         "asker": os.getpid(),
     }
+
+
+def _kind(command: list[str], environ: Mapping[str, str]) -> str:
+    """Return what a program is for the templates: `server`, `driver`, `template`, `worker`, `host` of programs, or
+    `program`."""
+    if command[1:] == _WORKER:
+        return "worker"
+    if FORKS in environ and FORKS not in os.environ:
+        return "host"
+    parts = {"nbdist.server.main": "server", "nbdist.engines.ray.driver": "driver", "from warm import": "template"}
+    return next((kind for part, kind in parts.items() if any(part in one for one in command)), "program")
 
 
 # --- in the process that asks ---
@@ -205,7 +215,7 @@ class Waiting:
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         """Make the child the program's server, once."""
         same = read_once(request["environ"]) == read_once(self._environ)
-        if not request["server"] or os.getpid() != self._owner or not same:
+        if request["kind"] != "server" or os.getpid() != self._owner or not same:
             return None
         global _source
         _source = None
@@ -226,7 +236,7 @@ class Templates:
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         with self._lock:
-            if request["server"] or request["worker"] or request["driver"]:
+            if request["kind"] in _OF_SECOND:
                 if self._of_servers is None:  # forked from the first, as any program is
                     self._of_servers = Template.started(*MODULES, *OF_TESTS)
                 return self._of_servers.launch(request, fds)
@@ -318,11 +328,11 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         os.setsid()
     control.send(str(os.getpid()).encode())
     control.close()
-    if asked["worker"] or asked["forks"]:
+    if asked["kind"] in ("worker", "host"):
         _run_with_template(asked, given, paths)
         return
     _take(given, asked["fds"])
-    if asked["server"] or asked["driver"] or "from warm import" in "".join(asked["command"]):
+    if asked["kind"] != "program":
         _become(asked, paths)
         _run(asked["command"])
         return
@@ -356,7 +366,7 @@ def _run_with_template(asked: Mapping[str, Any], given: Sequence[int], paths: li
     this = sys.modules[__name__]
     _become(asked, paths)
     found = Template(ours, template)
-    if asked["worker"]:
+    if asked["kind"] == "worker":
         sys.modules[__name__] = this  # conftest.py finds the template in it
         _own_template = found
     else:
