@@ -914,8 +914,12 @@ def test_a_plan_to_look_at() -> None:
 @pytest.mark.long("larger tables")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 def test_memory_of_a_row_wise_table_while_it_is_built() -> None:
-    """Private memory of all ranks over a first, tiny shard() call's: at most 1.1 × the table, at its highest."""
-    rows, columns = 1_000_000, 64
+    """Private memory of all ranks over a first, tiny shard() call's: at most 1.1 × the table, at its highest.
+
+    Pages that a rank shares with its fork server become private when they are written: some megabytes, whatever the
+    table has.
+    """
+    rows, columns = 3_000_000, 64
 
     def grow() -> tuple[float, float]:
         shard(bags("meta", ("tiny", 400, columns)), {"*": "row_wise"}, batch_size=8)  # loads what is loaded once
