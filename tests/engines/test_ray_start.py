@@ -78,6 +78,15 @@ def test_a_port_that_is_taken_is_left_out(monkeypatch: pytest.MonkeyPatch, free:
     assert not free or starting_at[0] in found
 
 
+def test_without_a_descriptor_there_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_socket(*address: object) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(socket, "create_server", no_socket)
+    with pytest.raises(OSError, match="Too many open files"):
+        starting.free_ports(1)
+
+
 def test_the_reason_why_a_node_does_not_start_comes_from_its_logs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     assert why(str(tmp_path / "missing"), " Ray's own words \n") == "Ray's own words"

@@ -67,8 +67,8 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets: list[socket.socket] = []
         while len(sockets) < count:
-            with contextlib.suppress(OSError):  # it is taken; at the port 0 there is always a free one
-                port = candidates.pop() if candidates else 0
+            port = candidates.pop() if candidates else 0
+            with contextlib.suppress(*[OSError] * bool(port)):  # it is taken; for 0, the system finds a free one
                 sockets.append(stack.enter_context(socket.create_server(("", port))))
         return [sock.getsockname()[1] for sock in sockets]
 
