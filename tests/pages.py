@@ -13,15 +13,17 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import conftest
+import nbformat
 import psutil
 import pytest
 import warm as warm_programs
 from conftest import living, site_packages
+from nbformat.v4 import new_code_cell, new_notebook
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 MISSING = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
@@ -119,14 +121,15 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
-        yield chromium.new_context()  # one, whose pages share a cache: JupyterLab takes seconds to load and compile
+        context = chromium.new_context()  # one, whose pages share a cache: JupyterLab takes seconds to load and compile
+        context.set_default_timeout(60_000)
+        yield context
         chromium.close()
 
 
 @pytest.fixture(scope="session")
 def lab_page(browser: Any) -> Iterator[Any]:
     page = browser.new_page()
-    page.set_default_timeout(60_000)
     yield page
     page.close()
 
@@ -145,6 +148,14 @@ def page(lab_page: Any, lab: tuple[str, Path], request: pytest.FixtureRequest) -
         lab_page.goto("about:blank")  # JupyterLab is busy even if it shows nothing
     elif lab_page.url.startswith(lab[0]):
         lab_page.evaluate(OPEN, "")
+
+
+def write(file: Path, cells: Iterable[str]) -> Path:
+    """Write a notebook with these cells, and return its file."""
+    node = new_notebook(cells=[new_code_cell(cell.strip()) for cell in cells])
+    node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(node, file)
+    return file
 
 
 class Notebook:

@@ -5,8 +5,8 @@ replaces `subprocess.Popen`: where a program of this interpreter is to start, th
 a child of the process that asked, with the descriptors, folder, environment and command line asked for, and runs the
 code that a fresh interpreter runs. A program first forks a child of its own, which waits. When nbdist starts its fork
 server in the program, that child becomes the server. The fork servers of the tests' own processes come from a second
-template, with what tests import besides: a rank imports the file of the test whose functions it runs. Drivers of Ray
-come from the second template, too. Tests about a start are marked `started`.
+template, with what tests import besides: a rank imports the file of the test whose functions it runs. Tests about a
+start are marked `started`.
 
 pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
 imported once for all workers. A fork of each worker is its own second template. A program with the variable `FORKS`,
@@ -61,7 +61,7 @@ WHILE_IMPORTED = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
-READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON", "RAY_AUTH_")
+READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
 #: Of these, the variables that make no difference to a fork: it finds modules and makes streams by itself, and threads
 #: may wait either way.
 WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"}
@@ -76,7 +76,7 @@ _WITH_ARGUMENT = "-c", "-m"
 #: What pytest-xdist's workers execute.
 _WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 #: Kinds of program that the second template forks.
-_OF_SECOND = {"server", "driver", "worker"}
+_OF_SECOND = {"server", "worker"}
 _started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
@@ -152,13 +152,12 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _kind(command: list[str], environ: Mapping[str, str]) -> str:
-    """Return what a program is for the templates: `server`, `driver`, `template`, `worker`, `host` of programs, or
-    `program`."""
+    """Return what a program is for the templates: `server`, `template`, `worker`, `host` of programs, or `program`."""
     if command[1:] == _WORKER:
         return "worker"
     if FORKS in environ and FORKS not in os.environ:
         return "host"
-    parts = {"nbdist.server.main": "server", "nbdist.engines.ray.driver": "driver", "from warm import": "template"}
+    parts = {"nbdist.server.main": "server", "from warm import": "template"}
     return next((kind for part, kind in parts.items() if any(part in one for one in command)), "program")
 
 

@@ -7,10 +7,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from cells import cells
-from nbformat.v4 import new_code_cell, new_notebook
-from pages import NEEDED, Notebook, poll
+from pages import NEEDED, Notebook, poll, write
 from test_pictures import FOLDER, HIDDEN
 
 from nbdist import attach
@@ -24,7 +22,6 @@ def opened(browser: Any, lab: tuple[str, Path]) -> Notebook:
     """The notebook, in a page of its own."""
     page = browser.new_page()
     page.set_viewport_size({"width": 1100, "height": 900})
-    page.set_default_timeout(60_000)
     return Notebook(page, lab[0], lab[1] / "closed.ipynb")
 
 
@@ -41,9 +38,7 @@ def check(book: Notebook, number: int) -> None:
 def test_a_page_that_is_closed(lab: tuple[str, Path], browser: Any) -> None:
     url, folder = lab
     texts = [CELLS["training"], CELLS["the call"], "session.replay()", CELLS["later"], "session.close()"]
-    node = new_notebook(cells=[new_code_cell(text.strip("\n")) for text in texts])
-    node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(node, folder / "closed.ipynb")
+    write(folder / "closed.ipynb", texts)
     book = opened(browser, lab)
     book.run(0)
     book.start(1)

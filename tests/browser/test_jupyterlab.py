@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import psutil
 import pytest
 from cells import cells
 from conftest import living
-from nbformat.v4 import new_code_cell, new_notebook
-from pages import NEEDED, Notebook, poll
+from pages import NEEDED, Notebook, poll, write
 
 CELLS = cells("browser/cells/jupyterlab.py")
 
@@ -36,10 +34,7 @@ def open_notebook(lab: tuple[str, Path], page: Any, request: pytest.FixtureReque
     page.set_viewport_size({"width": 1100, "height": 700})
 
     def made(*cells: str) -> Notebook:
-        node = new_notebook(cells=[new_code_cell(cell.strip("\n")) for cell in cells])
-        node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(node, folder / f"{name}.ipynb")
-        return Notebook(page, url, folder / f"{name}.ipynb")
+        return Notebook(page, url, write(folder / f"{name}.ipynb", cells))
 
     yield made
     if SCREENSHOTS:

@@ -10,11 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 from cells import cells
-from nbformat.v4 import new_code_cell, new_notebook
-from pages import NEEDED, Notebook, poll
+from pages import NEEDED, Notebook, poll, write
 
 pytestmark = NEEDED
 
@@ -49,11 +47,8 @@ def take(page: Any, cell: Any, name: str) -> None:
 def test_picture(name: str, page: Any, lab: tuple[str, Path]) -> None:
     url, folder = lab
     texts = [re.sub(r"\n{3,}", "\n\n", CELLS[part]).strip() for part in (f"before {name}", name)]
-    node = new_notebook(cells=[new_code_cell(text) for text in texts])
-    node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    nbformat.write(node, folder / f"{name}.ipynb")
     page.set_viewport_size({"width": 1250, "height": 1000})
-    book = Notebook(page, url, folder / f"{name}.ipynb")
+    book = Notebook(page, url, write(folder / f"{name}.ipynb", texts))
     book.run(0)
     book.run(1)
     assert poll(lambda: SHOWN[name] in book.shown(1)), book.shown(1)

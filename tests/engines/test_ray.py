@@ -574,7 +574,6 @@ def test_the_next_call_finds_the_room_and_the_processes_of_the_last(ray_cluster:
     assert poll(lambda: free_cpus(ray_cluster) == 8.0)
 
 
-@pytest.mark.started  # a driver that is forked with Ray imported may try for minutes without a token
 def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     process.release()
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # who finds it, finds it on the loopback interface
