@@ -2,7 +2,7 @@
 # make quick   what to run between edits: format, lint, type checks, and the tests that take no more than seconds
 # make test    format, lint, and the tests that take no more than half a minute: all that proves nbdist on CPUs
 # make test-all  that, type checks, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
-#              plans, larger trainings (make long), other projects' suites, Colab's kernel, imitated GPUs (make others), the site
+#              plans, larger trainings (make long), other projects' suites (make others), the site
 # make mutations  put 40 faults into a copy of the code, one at a time, and see that the tests catch them
 # make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
@@ -73,22 +73,22 @@ quick: lint types
 long: setup
 	@$(PYTEST) -m long $(PYTEST_ARGS)
 
-# What runs beside the tests is shown after them. The site shows the notebooks that the long tests have executed.
-test-all: setup
+# All tests in one run: files are collected once, and a file's tests share what they start. What runs beside them is shown
+# after them. The site shows the notebooks that the tests have executed.
+test-all: lint
 	@mkdir -p build; $(MAKE) --no-print-directory others >build/others.log 2>&1 </dev/null & \
 	failed=0; \
-	for part in test long docs; do $(MAKE) --no-print-directory $$part || failed=1; done; \
+	$(PYTEST) $(PYTEST_ARGS) || failed=1; \
+	$(MAKE) --no-print-directory docs || failed=1; \
 	wait $$! || failed=1; \
 	grep -E "^(FAILED|ERROR|FAIL:)|passed|failed|[Ee]rror|issues|^Ran |^OK" build/others.log; exit $$failed
 
-# Other programs' suites and environments; threads are no processes of ours.
+# The type checker and other projects' suites; threads are no processes of ours. Other environments: make matrix, make gpu-imitated.
 others: setup
 	@failed=0; \
 	$(MAKE) --no-print-directory types || failed=1; \
 	$(MAKE) --no-print-directory cloudpickle PYTEST_ARGS= || failed=1; \
 	$(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'" || failed=1; \
-	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
-	$(MAKE) --no-print-directory gpu-imitated PYTEST_ARGS= || failed=1; \
 	exit $$failed
 
 mutations: setup
