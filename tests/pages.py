@@ -38,8 +38,6 @@ NEEDED = [
 
 #: JupyterLab's settings: colors follow the system's, and no question about news covers the page.
 SETTINGS = {"themes": {"adaptive-theme": True}, "notification": {"fetchNews": "false"}}
-#: Whether the test after a test opens notebooks, too.
-_FOLLOWED = pytest.StashKey[bool]()
 #: In the page: close what is open, and open a notebook if one is named.
 OPEN = """async path => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) widget.dispose()
@@ -115,8 +113,9 @@ def lab(running_lab: tuple[str, Path]) -> Iterator[tuple[str, Path]]:
         urllib.request.urlopen(urllib.request.Request(f"{url}/api/kernels/{kernel['id']}", method="DELETE"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """A browser for a file. While it is open, this thread has a running event loop, and `asyncio.run` fails."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -127,26 +126,18 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab_page(browser: Any) -> Iterator[Any]:
     page = browser.new_page()
     yield page
     page.close()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Note whether the next test opens notebooks, too."""
-    item.stash[_FOLLOWED] = nextitem is not None and nextitem.get_closest_marker("browser") is not None
-
-
 @pytest.fixture
-def page(lab_page: Any, lab: tuple[str, Path], request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page that tests share. JupyterLab stays in it for the next test, without the notebooks of this one."""
+def page(lab_page: Any, lab: tuple[str, Path]) -> Iterator[Any]:
+    """The page that tests of a file share. JupyterLab stays in it for the next test, without notebooks."""
     yield lab_page
-    if not request.node.stash[_FOLLOWED]:
-        lab_page.goto("about:blank")  # JupyterLab is busy even if it shows nothing
-    elif lab_page.url.startswith(lab[0]):
+    if lab_page.url.startswith(lab[0]):
         lab_page.evaluate(OPEN, "")
 
 
