@@ -83,7 +83,8 @@ test-all: lint
 	wait $$! || failed=1; \
 	grep -E "^(FAILED|ERROR|FAIL:)|passed|failed|[Ee]rror|issues|^Ran |^OK" build/others.log; exit $$failed
 
-# The type checker and other projects' suites; threads are no processes of ours. Other environments: make matrix, make gpu-imitated.
+# The type checker and other projects' suites; threads are no processes of ours. Other environments have commands of
+# their own: make matrix, make gpu-imitated.
 others: setup
 	@failed=0; \
 	$(MAKE) --no-print-directory types || failed=1; \
