@@ -83,9 +83,16 @@ def settings_of(draw: st.DrawFn) -> dict[str, Any]:
 
 
 #: Settings with which the second rank repeats a row in the second step.
-UNEVEN: dict[str, Any] = {
-    **{"rows": [3], "group": 1, "world": 2, "batch_size": 1, "shuffle": False, "remainder": "keep"},
-    **{"seed": 0, "prefetch": 0, "whole": False, "block": 1, "window": 1},
+UNEVEN = {
+    "rows": [3],
+    "group": 1,
+    "world": 2,
+    "batch_size": 1,
+    "shuffle": False,
+    "seed": 0,
+    "prefetch": 0,
+    "whole": False,
+    "window": 1,
 }
 
 

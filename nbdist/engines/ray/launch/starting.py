@@ -68,8 +68,11 @@ def free_ports(count: int) -> list[int]:
         sockets: list[socket.socket] = []
         while len(sockets) < count:
             port = candidates.pop() if candidates else 0
-            with contextlib.suppress(*[OSError] * bool(port)):  # it is taken; for 0, the system finds a free one
+            try:
                 sockets.append(stack.enter_context(socket.create_server(("", port))))
+            except OSError:
+                if not port:  # for which the system finds a free one
+                    raise
         return [sock.getsockname()[1] for sock in sockets]
 
 
