@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from ..deaths import NEVER_STARTED, NOT_OURS, not_started
-from ..system.processes import exit_status, open_pidfd, redirect_to_devnull, register_after_fork
+from ..system.processes import exists, exit_status, open_pidfd, redirect_to_devnull, register_after_fork
 from ..wire.channel import readable
 from ..wire.forking import REPORT, STARTED
 from .contract import Exit
@@ -125,8 +125,11 @@ class Watch:
         return exits
 
     def _gone(self) -> list[int]:
+        """Return the ranks whose processes have ended, those too that ended before they could be watched."""
         ended = {fd for fd, _ in self._poll.poll(0)} if self._poll is not None else set()
-        return sorted(rank for rank, fd in self._processes.items() if fd in ended)
+        gone = [rank for rank, fd in self._processes.items() if fd in ended]
+        unwatched = ((rank, self.pids[rank]) for rank in self.alive - self._processes.keys())
+        return sorted(gone + [rank for rank, pid in unwatched if pid is not None and not exists(pid)])
 
     def _lost(self, rank: int) -> Exit:
         pid = self.pids[rank]

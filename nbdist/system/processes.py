@@ -19,6 +19,17 @@ def open_pidfd(pid: int) -> int:
         return -1
 
 
+def exists(pid: int) -> bool:
+    """Return whether there is such a process. One that has ended exists until its parent has asked for its status."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    return True
+
+
 @contextlib.contextmanager
 def own_pidfd() -> Iterator[int]:
     """Return a descriptor of this process, which another process can use to see when this process ends."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,9 @@ from typing import Any
 
 import pytest
 from cells import cells
-from conftest import poll
 
 from nbdist import Session
-from nbdist.engines import forkserver, watching
+from nbdist.engines import forkserver
 from nbdist.kernel.cell.cell import Cell
 from nbdist.system.search_path import search_path, shadowed, standard_first
 
@@ -83,6 +81,7 @@ def test_a_full_standard_error_ends_no_call(monkeypatch: pytest.MonkeyPatch) -> 
         ("a module of the notebook's own that has a name of the standard library", "own own\n"),
     ],
 )
+@pytest.mark.started
 def test_names_of_the_standard_library(name: str, said: str, tmp_path: Path) -> None:
     assert run(CELLS[name], tmp_path) == said
 
@@ -97,21 +96,3 @@ def test_a_search_path_for_another_process(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "queue.py").touch()
     (tmp_path / "shelve").mkdir()
     assert shadowed(search_path()) == ["queue"] + ["shelve"] * ("shelve" in sys.modules)
-
-
-def test_signals_go_by_pid_where_a_sandbox_refuses_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int, signum: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(signal, "pidfd_send_signal", refuse, raising=False)
-    process = subprocess.Popen(["sleep", "1000"])
-    watch = watching.Watch(1)
-    try:
-        watch.pids[0] = process.pid
-        watch._processes[0] = os.open(os.devnull, os.O_RDONLY)
-        watch.signal(0, signal.SIGTERM)
-        assert poll(lambda: process.poll() == -signal.SIGTERM)
-    finally:
-        process.kill()
-        os.close(watch._processes.pop(0))
-        watch.close()

@@ -25,7 +25,7 @@ import random
 import selectors
 import sys
 
-import nbdist
+from nbdist import in_ddp, parallel_map
 
 project = pathlib.Path("project")
 project.mkdir()
@@ -42,8 +42,8 @@ def imports():
 
 
 assert random.random() < 1 and selectors.SelectSelector
-assert nbdist.in_ddp(2, imports) == (queue.Queue, code.interact, True)
-assert nbdist.parallel_map(lambda n: imports()[0].__name__, [1], 1, progress=False) == ["Queue"]
+assert in_ddp(2, imports) == (queue.Queue, code.interact, True)
+assert parallel_map(lambda n: imports()[0].__name__, [1], 1, progress=False) == ["Queue"]
 assert not [name for name in ("queue", "types", "code", "signal", "random", "selectors") if pathlib.Path(name).exists()]
 print("done")
 
