@@ -90,9 +90,14 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start what a test marked `started` starts. Its fork servers end with it: other tests fork their own."""
+    """Start what a test marked `started` starts. Its fork servers end with it: other tests fork their own.
+
+    No test leaves a variable behind that makes later tests start what they would fork.
+    """
     if request.node.get_closest_marker("started") is None:
+        before = warm_programs.read_once(os.environ)
         yield
+        assert warm_programs.read_once(os.environ) == before
         return
     warm_programs.started_servers.clear()
     with warm_programs.all_started():

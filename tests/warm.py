@@ -62,9 +62,9 @@ WHILE_IMPORTED = {
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
 READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
-#: Of these, the variables that make no difference to a fork: it finds modules and makes streams by itself, and threads
-#: may wait either way.
-WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"}
+#: Of these, the variables that make no difference to a fork: it finds modules and makes streams by itself, threads may
+#: wait either way, and `breakpoint()` reads its variable, which Ray sets, each time.
+WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY", "PYTHONBREAKPOINT"}
 _HERE = str(Path(__file__).parent)
 _LIMIT = 1 << 20
 #: A variable of programs whose own programs are forked.

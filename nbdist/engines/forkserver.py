@@ -41,12 +41,12 @@ READ_AT_IMPORT = (
     *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ATEN_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMBA_"),
 )
-#: Of these, the ones that hold without it: ranks size the pools of threads themselves, NCCL is asked when a process
-#: group is made, and the rest are set by libraries (scikit-learn, torch) in the notebook when these are imported or
-#: used.
+#: Of these, the ones that hold without it: ranks size the pools of threads and of torch.compile themselves, NCCL is
+#: asked when a process group is made, and the rest are set by libraries (scikit-learn, torch) in the notebook when they
+#: are imported or used.
 _HOLD = re.compile(
-    r"\w+_NUM_THREADS|TORCH_NCCL_\w+|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK|TORCHINDUCTOR_CACHE_DIR"
-    r"|PYTORCH_NVML_BASED_CUDA_CHECK"
+    r"\w+_NUM_THREADS|TORCHINDUCTOR_COMPILE_THREADS|TORCH_NCCL_\w+|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK"
+    r"|TORCHINDUCTOR_CACHE_DIR|PYTORCH_NVML_BASED_CUDA_CHECK"
 )
 #: Seconds after which a server that is not the first one ends when nothing uses it.
 _IDLE = 300.0

@@ -475,10 +475,11 @@ def test_the_node_of_rank_0_is_lost_before_the_ranks_meet(options: RayOptions) -
 
 
 @pytest.fixture
-def connected(ray_cluster: Any) -> Iterator[Any]:
+def connected(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Ray, with the notebook connected to the cluster."""
     import ray
 
+    monkeypatch.setenv("RAY_TQDM_PATCH_PRINT", "0")  # Ray would leave another `print` to the tests that come later
     ray.init(address=ray_cluster.address, namespace="of the notebook", logging_level="ERROR")
     yield ray
     ray.shutdown()
