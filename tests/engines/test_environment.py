@@ -56,7 +56,7 @@ def test_variables_that_the_notebook_has_set_since_hold(monkeypatch: pytest.Monk
 
 def test_variables_of_libraries_and_ranks_need_no_other_server() -> None:
     held = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_INIT_AT_FORK", "TORCH_NCCL_BLOCKING_WAIT", "PATH"]
-    held.append("TORCHINDUCTOR_COMPILE_THREADS")  # set in each rank: replay_step sets it anew
+    held.append("TORCHINDUCTOR_COMPILE_THREADS")  # set in each rank, too: replay_step finds it recorded
     assert not forkserver.read_at_import(dict.fromkeys(held, "1"))
     assert len(forkserver.read_at_import({"PYTORCH_CUDA_ALLOC_CONF": "a", "TORCHINDUCTOR_FREEZING": "1"})) == 2
 
