@@ -75,6 +75,21 @@ def _leave_to_owners(module: types.ModuleType) -> None:
     cls.__init__, cls.unlink = __init__, unlink_here
 
 
+def forget_groups(module: Any) -> None:
+    """Remove all groups from `torch.distributed.distributed_c10d`, as `destroy_process_group` does at its end.
+
+    An interrupt may come before that end, or while torch makes a group: without a default group some may be left, and
+    the count of groups. The count becomes the name of the next group. Ranks meet at that name, and none may be taken.
+    """
+    world = module._world
+    if world.pg_names:
+        module._unregister_all_process_groups()
+    tables = world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config
+    for table in (*tables, world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        table.clear()
+    world.group_count = 0
+
+
 class DefaultGroup:
     """The process group that exists before the function runs; the function may start and end it as if it did not.
 
@@ -110,8 +125,7 @@ class DefaultGroup:
             start(*args, **kwargs)
             return
         if not self._module.is_initialized():
-            # torch counts a group that could not be made, and the count is part of the name at which ranks meet.
-            self._module._world.group_count = 0
+            forget_groups(self._module)
             start(*args, **kwargs)
             return
         if difference := self._difference(asked):

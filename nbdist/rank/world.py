@@ -24,6 +24,7 @@ from ..system.search_path import StandardFinder
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
+from .frameworks import forget_groups
 from .own_groups import OwnGroups
 
 #: The variable with which gloo (torch 2.8 or newer) connects ranks at their first exchange.
@@ -294,6 +295,8 @@ class Membership:
                 self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
                 self._leaving.start()
             self._leaving.join(PATIENCE_TO_LEAVE)
+        elif dist is not None:
+            forget_groups(dist.distributed_c10d)
         destroy_in_background(held)
 
 

@@ -144,6 +144,37 @@ def test_after_a_failure_groups_meet_again() -> None:
         assert session.run_all(remade) == [[], []]
 
 
+@pytest.mark.parametrize("ending", [True, False])
+def test_after_an_interrupt_in_torch_groups_meet_again(ending: bool) -> None:
+    """A call that fails on one rank interrupts the others wherever they are: here, before torch has forgotten a group
+    that it ends, or has made a new one the default group."""
+
+    def interrupted() -> None:
+        module: Any = distributed_c10d
+        update = module._update_default_pg
+
+        def stop(group: Any) -> None:
+            module._update_default_pg = update
+            if ending:
+                update(group)
+            raise KeyError("interrupted")
+
+        if not ending:
+            dist.destroy_process_group()
+        if os.environ["RANK"] == "0":
+            module._update_default_pg = stop
+        if ending:
+            dist.destroy_process_group()
+        else:
+            dist.init_process_group("gloo")
+
+    with Session(2, timeout=120) as session:
+        for _ in range(2):
+            with pytest.raises(KeyError, match="interrupted"):
+                session.run(interrupted)
+            assert session.run_all(remade) == [[], []]
+
+
 def test_after_a_group_that_only_one_rank_asked_for_the_ranks_meet_again() -> None:
     def one_waits() -> None:
         dist.destroy_process_group()
