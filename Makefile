@@ -5,6 +5,7 @@
 #              plans, larger trainings (make long), other projects' suites (make others), the site
 # make mutations  put 40 faults into a copy of the code, one at a time, and see that the tests catch them
 # make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
+# make lines   list the lines of nbdist that a command's tests do not execute: make lines RUN=test (Python 3.12 or newer)
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
 # make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
@@ -45,7 +46,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all long others quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs pictures lint types format setup clean
+.PHONY: demo test test-all long others quick suite lines mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs pictures lint types format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -98,6 +99,9 @@ mutations: setup
 RUN ?= test
 suite: setup
 	@$(PY) -m benchmarks.suite $(RUN) -- $(MAKE) --no-print-directory $(RUN) PYTEST_ARGS="-p benchmarks.suite $(PYTEST_ARGS)"
+
+lines: setup
+	@$(PY) -m benchmarks.lines $(MAKE) --no-print-directory $(RUN)
 
 matrix: setup
 	@$(PY) -m nox $(if $(ENVIRONMENTS),-s $(ENVIRONMENTS) table) $(if $(MATRIX_ARGS),-- $(MATRIX_ARGS))
