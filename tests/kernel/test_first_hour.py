@@ -236,15 +236,21 @@ def test_functions_that_check_their_arguments_themselves_are_left_to_do_so() -> 
     assert in_ddp(1, stated, a=2) == 1
 
 
+def ask_after_a_fork() -> None:
+    """Fail as torch's CUDA build does where the fork server has imported torchrec, and there is no driver."""
+    raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use")
+
+
 @pytest.mark.parametrize(
     "ask",
     [
+        ask_after_a_fork,
         lambda: torch.ones(2).cuda(),
         lambda: torch.nn.Linear(2, 2).to("cuda"),
         lambda: torch.ones(2, device="cuda:0"),
         lambda: torch.cuda.set_device(0),
     ],
-    ids=["cuda", "to", "device", "set_device"],
+    ids=["fork", "cuda", "to", "device", "set_device"],
 )
 def test_a_gpu_that_a_rank_does_not_have(ask: Any) -> None:
     with pytest.raises(Exception) as caught:

@@ -22,9 +22,11 @@ _ADVICE = {
     "MB of it: make it larger (`docker run --shm-size=1g`), or set Session(env={'NCCL_SHM_DISABLE': '1'}), which is "
     "slower",
 }
-#: The errors of torch and CUDA in a rank that uses CUDA and has no GPU.
+#: The errors of torch and CUDA in a rank that uses CUDA and has no GPU. The one about a fork: a module that the fork
+#: server imported, such as torchrec, has asked CUDA for GPUs on a machine without NVIDIA's driver.
 _NO_GPU = re.compile(
     r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver"
+    r"|Cannot re-initialize CUDA in forked subprocess"
     r"|no CUDA-capable device|no attribute '_cuda_|Attempting to deserialize object on a CUDA device",
     re.I,
 )
