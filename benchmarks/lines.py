@@ -45,7 +45,7 @@ def mark(folder: str) -> None:
 
 def main() -> int:
     """Run the command with a module in the environment that marks lines. Return the command's exit status."""
-    import shutil
+    import shutil  # here, as the module in the environment is this file, which each interpreter imports
     import subprocess
     import sysconfig
     from pathlib import Path
@@ -55,31 +55,36 @@ def main() -> int:
         sys.exit(f"Python must be 3.12 or newer, got {have}: make clean, then make lines PYTHON=/path/to/python3.12")
     root = Path(__file__).resolve().parent.parent
     folder, packages = root / "build" / "lines", Path(sysconfig.get_path("purelib"))
-    modules, at = dict[Path, int](), 0
-    for path in sorted((root / "nbdist").rglob("*.py")):
-        modules[path] = at
-        at += len(path.read_text().splitlines()) + 2
+    texts = {str(path.relative_to(root / "nbdist")): path.read_text() for path in (root / "nbdist").rglob("*.py")}
+    positions, size = dict[str, int](), 0
+    for name, text in texts.items():
+        positions[name] = size
+        size += len(text.splitlines()) + 2
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [f"{path.relative_to(root / 'nbdist')} {position}\n" for path, position in modules.items()]
-    (folder / "names").write_text("".join(rows))
-    (folder / "lines").write_bytes(bytes(at))
-    begins = packages / f"{NAME}.pth"
+    (folder / "names").write_text("".join(f"{name} {position}\n" for name, position in positions.items()))
+    (folder / "lines").write_bytes(bytes(size))
+    module, begins = packages / f"{NAME}.py", packages / f"{NAME}.pth"
     try:
-        shutil.copy(__file__, packages / f"{NAME}.py")
+        shutil.copy(__file__, module)
         begins.write_text(f"import {NAME}; {NAME}.mark({str(folder)!r})\n")
         status = subprocess.run(sys.argv[1:]).returncode
     finally:
         begins.unlink(missing_ok=True)
-        (packages / f"{NAME}.py").unlink(missing_ok=True)
-    marks, found, total = (folder / "lines").read_bytes(), 0, 0
-    for path, position in modules.items():
-        lines = statements(path.read_text())
-        missing = sorted(line for line in lines if not marks[position + line])
-        found, total = found + len(lines) - len(missing), total + len(lines)
-        if missing:
-            print(path.relative_to(root), f"{len(missing)} of {len(lines)} missing:", *missing)
-    print(f"{found:,} of {total:,} statements, {100 * found / total:.1f} %")
+        module.unlink(missing_ok=True)
+    report(texts, positions, (folder / "lines").read_bytes())
     return status
+
+
+def report(texts: dict[str, str], positions: dict[str, int], marks: bytes) -> None:
+    """Print the lines without a mark of each module, and the share of statements that have one."""
+    total = missed = 0
+    for name in sorted(texts):
+        lines = statements(texts[name])
+        missing = sorted(line for line in lines if not marks[positions[name] + line])
+        total, missed = total + len(lines), missed + len(missing)
+        if missing:
+            print(f"nbdist/{name} {len(missing)} of {len(lines)} missing:", *missing)
+    print(f"{total - missed:,} of {total:,} statements, {100 * (1 - missed / total):.1f} %")
 
 
 def statements(text: str) -> set[int]:
