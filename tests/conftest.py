@@ -94,16 +94,16 @@ def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
 
     No test leaves a variable behind that makes later tests start what they would fork.
     """
+    before = warm_programs.read_once(os.environ)
     if request.node.get_closest_marker("started") is None:
-        before = warm_programs.read_once(os.environ)
         yield
-        assert warm_programs.read_once(os.environ) == before
-        return
-    warm_programs.started_servers.clear()
-    with warm_programs.all_started():
-        yield
-    if any(map(psutil.pid_exists, warm_programs.started_servers)):
-        forkserver.stop()
+    else:
+        warm_programs.started_servers.clear()
+        with warm_programs.all_started():
+            yield
+        if any(map(psutil.pid_exists, warm_programs.started_servers)):
+            forkserver.stop()
+    assert warm_programs.read_once(os.environ) == before
 
 
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
