@@ -43,6 +43,12 @@ OPEN = """async path => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) widget.dispose()
     if (path) await window.jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'})
 }"""
+#: In the page: whether the open notebook's kernel has answered. Before that, a cell may not run.
+READY = """() => {
+    const session = window.jupyterapp?.shell.currentWidget?.sessionContext
+    const kernel = session?.session?.kernel
+    return session?.isReady && kernel?.connectionStatus == 'connected' && ['idle', 'busy'].includes(kernel.status)
+}"""
 
 
 def poll(condition: Callable[[], Any], seconds: float = 300.0) -> bool:
@@ -156,35 +162,27 @@ class Notebook:
         self.page, self._url, self.file = page, f"{url}/lab/tree/{file.name}?reset", file
         if page.url.startswith(url) and not page.locator(".jp-Dialog").count():
             page.evaluate(OPEN, file.name)
-            self._await_kernel()
+            self._await_cells()
         else:
             self.load()
 
     def load(self) -> None:
         """Load JupyterLab with the notebook, or load it again."""
         self.page.goto(self._url)
-        self._await_kernel()
+        self._await_cells()
 
-    def _await_kernel(self) -> None:
+    def _await_cells(self) -> None:
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
-        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"], '
-                                    '.jp-Notebook-ExecutionIndicator[data-status="busy"]')  # fmt: skip
 
     def cell(self, number: int) -> Any:
         return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
 
     def start(self, number: int) -> None:
         """Run a cell, as Control and Enter do."""
-
-        def begun() -> bool:
-            asked = self.page.locator(".jp-Dialog button.jp-mod-accept")
-            if asked.count():  # for a kernel, while the one that the notebook names is about to start
-                asked.first.click()
-            self.cell(number).locator(".cm-content").click()
-            self.page.keyboard.press("Control+Enter")
-            return poll(lambda: asked.count() or re.search(r"[*\d]", self.prompt(number)), 3) and not asked.count()
-
-        assert poll(begun), "a notebook that was just opened has no kernel yet, and runs nothing"
+        assert poll(lambda: self.page.evaluate(READY)), "the notebook's kernel has not answered"
+        self.cell(number).locator(".cm-content").click()
+        self.page.keyboard.press("Control+Enter")  # once: a cell that is run again loses what its first run shows
+        assert poll(lambda: re.search(r"[*\d]", self.prompt(number))), "the cell has not started"
 
     def run(self, number: int) -> str:
         """Run a cell to its end; what it shows."""
@@ -204,8 +202,11 @@ class Notebook:
     def until(self, number: int, text: str) -> None:
         assert poll(lambda: re.search(text, self.shown(number))), self.shown(number)
 
+    def command(self, name: str) -> None:
+        """Give a command, as its button does. Of two keys that belong together, the second may come too late."""
+        self.page.evaluate("name => { window.jupyterapp.commands.execute(name) }", name)
+
     def save(self) -> None:
         before = self.file.stat().st_mtime_ns
-        self.page.keyboard.press("Escape")
-        self.page.keyboard.press("Control+s")
+        self.command("docmanager:save")
         assert poll(lambda: self.file.stat().st_mtime_ns != before)
