@@ -28,6 +28,7 @@ from nbdist import Session, in_ddp
 from nbdist.errors import NbdistError
 from nbdist.kernel.calls import executor
 from nbdist.kernel.calls.group import Group
+from nbdist.kernel.calls.leaving import Leaving
 from nbdist.kernel.calls.stopping import ranks_named
 from nbdist.kernel.calls.waiting import Waiting
 from nbdist.system.interrupts import interruptible
@@ -98,6 +99,24 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
     with Session(2) as session:
         session.run(int)
         with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
+            session.run(pressing, os.getpid())
+        assert session.run(int) == 0
+
+
+def test_a_rank_that_started_after_the_press_is_not_said_to_be_in_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Leaving.ask
+
+    def early(self: Leaving) -> None:
+        """Ask as if the kernel did not know rank 1 yet."""
+        pids: Any = self._ranks.pids
+        pid, pids[1] = pids[1], None
+        ask(self)
+        pids[1] = pid
+
+    monkeypatch.setattr(Leaving, "ask", early)
+    with Session(2) as session:
+        session.run(int)
+        with pytest.raises(KeyboardInterrupt, match=r"^stopped before rank 1 had started\.\nThe values"):
             session.run(pressing, os.getpid())
         assert session.run(int) == 0
 

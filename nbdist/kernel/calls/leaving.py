@@ -24,12 +24,14 @@ class Leaving:
     Attributes:
         incomplete: Whether a rank has died or could not join, or the call is out of time: ranks that still join the
             process group are not waited for.
+        unstarted: The ranks that had not started when the others were asked to leave. They are among the unfit ones.
     """
 
     def __init__(self, group: Group, ending: Ending, pending: set[int], begun: set[int], unfit: set[int]) -> None:
         self._group, self._ranks, self._ending = group, group.ranks, ending
         self._pending, self._begun, self._unfit = pending, begun, unfit
         self.incomplete = False
+        self.unstarted: set[int] = set()
 
     def ask(self) -> None:
         """Interrupt the ranks that have not answered, and let the others leave the process group."""
@@ -38,6 +40,7 @@ class Leaving:
             for rank in list(self._pending):
                 if self._ranks.pids[rank] is None:  # not started, so there is nothing to wait for
                     self._pending.discard(rank)
+                    self.unstarted.add(rank)
                     self._unfit.add(rank)  # the call was sent to it, and it may still begin
                 else:
                     self._ranks.signal(rank, signal.SIGINT)

@@ -120,7 +120,7 @@ class Waiting:
             return self._answers.values()
         except KeyboardInterrupt as exc:
             if self.pending and not exc.args and exc.__cause__ is None:  # an interrupt between two steps
-                raise unanswered_stop(self._ranks, self.pending) from None
+                raise self._unanswered() from None
             raise
         finally:
             self._page.close()
@@ -206,11 +206,14 @@ class Waiting:
         failures = self._ending.failures
         if self._ending.interrupted:
             errors = [failure.error for failure in failures if isinstance(failure.error, KeyboardInterrupt)]
-            return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
+            return errors[0] if errors and not self.pending else self._unanswered()
         cause = self._ending.cause()
         if cause.rank in self._group.raised:
             self._group.raised.sort(key=lambda rank: rank != cause.rank)
         return cause.error
+
+    def _unanswered(self) -> KeyboardInterrupt:
+        return unanswered_stop(self._ranks, self.pending, self._leaving.unstarted)
 
     def _fail(self, rank: int | None, error: BaseException, lives: bool = False) -> None:
         """Record a failure of a rank, or of the call as a whole; `lives`: the rank is still in its process group."""
