@@ -25,12 +25,14 @@ from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
 from nbdist import Session, in_ddp
+from nbdist.deaths import NO_GPU
 from nbdist.errors import NbdistError
 from nbdist.kernel.calls import executor
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.calls.leaving import Leaving
 from nbdist.kernel.calls.stopping import ranks_named
 from nbdist.kernel.calls.waiting import Waiting
+from nbdist.rank import gpu_state
 from nbdist.system.interrupts import interruptible
 from nbdist.wire.protocol import Call, ToRank
 
@@ -103,7 +105,9 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
         assert session.run(int) == 0
 
 
-def test_a_rank_that_started_after_the_press_is_not_said_to_be_in_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_started_after_the_press_is_not_said_to_be_in_the_function(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     ask = Leaving.ask
 
     def early(self: Leaving) -> None:
@@ -119,6 +123,23 @@ def test_a_rank_that_started_after_the_press_is_not_said_to_be_in_the_function(m
         with pytest.raises(KeyboardInterrupt, match=r"^stopped before rank 1 had started\.\nThe values"):
             session.run(pressing, os.getpid())
         assert session.run(int) == 0
+        assert "fresh ranks: the last call was stopped before rank 1 had started, and" in capfd.readouterr().err
+
+
+def loses_its_gpu(pid: int) -> None:
+    """In ranks: rank 1 has a CUDA error of the kind after which its process is of no use, and the button is pressed."""
+    if dist.get_rank() == 1:
+        gpu_state.lost = lambda: True  # in this process only
+    dist.barrier()
+    pressing(pid)
+
+
+def test_a_rank_that_ends_after_its_answer_is_not_said_to_be_in_the_function(capfd: pytest.CaptureFixture[str]) -> None:
+    with Session(2) as session:
+        with pytest.raises(KeyboardInterrupt, match=f"^stopped; rank 1 {NO_GPU}\nThe values"):
+            session.run(loses_its_gpu, os.getpid())
+        assert session.run(int) == 0
+        assert f"fresh ranks: rank 1 {NO_GPU}, and" in capfd.readouterr().err
 
 
 def test_a_press_while_ranks_are_killed_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

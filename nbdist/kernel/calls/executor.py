@@ -18,7 +18,7 @@ from .group import Group, Layout
 from .keyboard import Keyboard
 from .notices import how_to_look_inside
 from .session_ranks import SessionRanks
-from .stopping import describe_exit, early_stop, ranks_named
+from .stopping import describe_exit, early_stop
 from .waiting import Waiting
 
 
@@ -169,7 +169,7 @@ class Executor(SessionRanks):
             if isinstance(exc, SystemExit):  # a notebook shows only its number, a script shows nothing
                 group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
-                self._lost = waiting.ended or f"{ranks_named(waiting.pending)} did not leave the last call"
+                self._lost = waiting.why_lost()
                 if self._keep_frames:
                     group.relay.cell.notice(f"no rank is held for post_mortem(): {self._lost}")
                 self._kill()

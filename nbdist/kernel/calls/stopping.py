@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ...engines.contract import Ranks
 from ...errors import RemoteTraceback
@@ -33,30 +33,34 @@ def early_stop(killed: bool) -> KeyboardInterrupt:
     return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")
 
 
-def unanswered_stop(ranks: Ranks, pending: Iterable[int], unstarted: Container[int] = ()) -> KeyboardInterrupt:
-    """Return the exception for a stopped call with ranks that did not end it in time and will be killed.
+def unanswered_stop(
+    ranks: Ranks, pending: Iterable[int], unstarted: Container[int], ended: Mapping[int, str]
+) -> KeyboardInterrupt:
+    """Return the exception for a stopped call after which ranks will be killed.
 
     Args:
         ranks: The ranks of the session. They still live, so that their stacks can be fetched.
-        pending: The ranks that did not end the call; may be empty.
+        pending: The ranks that cannot take another call; may be empty.
         unstarted: The ranks that had not started when the others were asked to end the call. They may run by now.
+        ended: The reasons of ranks that have answered and end by themselves, by rank.
     """
     stuck = sorted(pending)
     if not stuck:
         return KeyboardInterrupt("stopped")
-    left = [rank for rank in stuck if rank not in unstarted and ranks.pids[rank] is not None]
-    if not left:
-        return KeyboardInterrupt(f"stopped before {ranks_named(stuck)} had started.\n{_LOST}")
+    left = [rank for rank in stuck if rank not in ended and rank not in unstarted]
+    never = [rank for rank in stuck if rank not in ended and rank in unstarted]
+    if never == stuck:
+        return KeyboardInterrupt(f"stopped before {ranks_named(never)} had started.\n{_LOST}")
     places = ["is at an unknown place"] * len(left)
     with contextlib.suppress(KeyboardInterrupt):  # a further interrupt ends the wait for stacks, too
-        taken = stacks.take(ranks, left[:_MOST])
+        taken = stacks.take(ranks, left[:_MOST]) if left else {}
         places = [stacks.describe(taken[rank]) for rank in left[:_MOST]]
-    where = "; ".join(f"rank {rank} {place}" for rank, place in zip(left[:_MOST], places, strict=False))
-    if others := sorted(set(stuck) - set(left)):
-        where += f"; {ranks_named(others)} had not started"
-    return KeyboardInterrupt(
-        f"stopped; {ranks_named(left)} did not leave the call and had to be killed:\n{where}\n{_LOST}"
-    )
+    about = [f"rank {rank} {place}" for rank, place in zip(left[:_MOST], places, strict=False)]
+    about += [f"rank {rank} {ended[rank]}" for rank in stuck if rank in ended]
+    if never:
+        about.append(f"{ranks_named(never)} had not started")
+    what = f"{ranks_named(left)} did not leave the call and had to be killed:\n" if left else ""
+    return KeyboardInterrupt(f"stopped; {what}{'; '.join(about)}\n{_LOST}")
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -23,7 +23,7 @@ from .hangs import Hangs
 from .keyboard import Keyboard
 from .leaving import Leaving
 from .outcomes import Answers, rebuild
-from .stopping import unanswered_stop
+from .stopping import ranks_named, unanswered_stop
 
 #: Seconds between two looks at a rank's output. It looks live, and ranks that print at each batch, or have a progress
 #: bar, do not wake the kernel each time, on a core that they need. The first line after a pause is shown at once.
@@ -80,7 +80,7 @@ class Waiting:
         self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
-        self.ended = ""
+        self._ended: dict[int, str] = {}  # the reasons of ranks that end by themselves after their answers
         self.when_long: Callable[[], None] | None = None
         self._hangs = Hangs(group, self.pending)
         on_gpu = group.layout.devices[0] != "cpu"
@@ -213,7 +213,19 @@ class Waiting:
         return cause.error
 
     def _unanswered(self) -> KeyboardInterrupt:
-        return unanswered_stop(self._ranks, self.pending, self._leaving.unstarted)
+        return unanswered_stop(self._ranks, self.pending, self._unstarted(), self._ended)
+
+    def _unstarted(self) -> set[int]:
+        return self._leaving.unstarted | {rank for rank in self.pending if self._ranks.pids[rank] is None}
+
+    def why_lost(self) -> str:
+        """Return the reason why the ranks cannot take another call, after a call that has left some `pending`."""
+        if self._ended:
+            rank, why = next(iter(self._ended.items()))
+            return f"rank {rank} {why}"
+        if self.pending <= self._unstarted():
+            return f"the last call was stopped before {ranks_named(self.pending)} had started"
+        return f"{ranks_named(self.pending)} did not leave the last call"
 
     def _fail(self, rank: int | None, error: BaseException, lives: bool = False) -> None:
         """Record a failure of a rank, or of the call as a whole; `lives`: the rank is still in its process group."""
@@ -275,7 +287,7 @@ class Waiting:
         elif isinstance(message, protocol.Error):
             if message.ends:
                 self._unfit.add(rank)
-                self.ended = self.ended or f"rank {rank} {message.ends}"
+                self._ended[rank] = message.ends
             self._group.note(rank, "raised")
             self._group.raised.append(rank)
             error = rebuild(rank, self._ranks.pids[rank], message, parcel, self._originals)
