@@ -43,11 +43,16 @@ OPEN = """async path => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) widget.dispose()
     if (path) await window.jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'})
 }"""
-#: In the page: whether the open notebook's kernel has answered. Before that, a cell may not run.
-READY = """() => {
-    const session = window.jupyterapp?.shell.currentWidget?.sessionContext
-    const kernel = session?.session?.kernel
-    return session?.isReady && kernel?.connectionStatus == 'connected' && ['idle', 'busy'].includes(kernel.status)
+#: In the page: whether the open notebook's kernel has answered, and the page has fetched the kernel's widgets. Before
+#: that, a cell may not run; and while the page fetches, it may take an update of a new widget for what it has asked for.
+READY = """async () => {
+    const panel = window.jupyterapp?.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel
+    if (!panel?.sessionContext?.isReady || kernel?.connectionStatus != 'connected') return false
+    if (!['idle', 'busy'].includes(kernel.status)) return false
+    const renderer = panel.content.rendermime.createRenderer('application/vnd.jupyter.widget-view+json', {})
+    const manager = await Promise.race([renderer._manager.promise, new Promise(later => setTimeout(later, 100))])
+    renderer.dispose()
+    return Boolean(manager?.restoredStatus && !manager._kernelRestoreInProgress)
 }"""
 
 
