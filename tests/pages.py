@@ -44,7 +44,7 @@ OPEN = """async path => {
     if (path) await window.jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'})
 }"""
 #: In the page: whether the open notebook's kernel has answered, and the page has fetched the kernel's widgets. Before
-#: that, a cell may not run; and while the page fetches, it may take an update of a new widget for what it has asked for.
+#: that, a cell may not run. While the page fetches, updates of a new widget may be lost.
 READY = """async () => {
     const panel = window.jupyterapp?.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel
     if (!panel?.sessionContext?.isReady || kernel?.connectionStatus != 'connected') return false
