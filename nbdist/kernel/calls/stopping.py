@@ -56,7 +56,7 @@ def unanswered_stop(
         taken = stacks.take(ranks, left[:_MOST]) if left else {}
         places = [stacks.describe(taken[rank]) for rank in left[:_MOST]]
     about = [f"rank {rank} {place}" for rank, place in zip(left[:_MOST], places, strict=False)]
-    about += [f"rank {rank} {ended[rank]}" for rank in stuck if rank in ended]
+    about += [f"rank {rank} {ended[rank]}" for rank in stuck if rank in ended][:_MOST]
     if never:
         about.append(f"{ranks_named(never)} had not started")
     what = f"{ranks_named(left)} did not leave the call and had to be killed:\n" if left else ""
