@@ -27,6 +27,8 @@ import nbdist
 from nbdist import NbdistError, NotFinite, RankDied, RankTimeout, Session, attach, sessions
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.named import starting
+from nbdist.kernel.named.connection import Connection
+from nbdist.kernel.named.executor import NamedExecutor
 from nbdist.kernel.named.recorded import _find
 from nbdist.kernel.named.replaying import Replayer
 from nbdist.kernel.named.spec import Answer
@@ -219,6 +221,36 @@ def test_an_interrupt_reaches_the_ranks(kept: Session, tmp_path: Path) -> None:
         kept.run(sleep)
     thread.join()
     assert all("cleaned up" in kept.logs(rank) for rank in (0, 1))
+    assert kept.run(int) == 0
+
+
+@pytest.mark.parametrize("step", [(Connection, "send"), (NamedExecutor, "follow")], ids=["send", "follow"])
+def test_an_interrupt_before_the_wait_stops_the_call(
+    kept: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str]
+) -> None:
+    """Interrupt the call of a cell after its ranks have begun, and before the cell waits for them."""
+    original = getattr(*step)
+
+    def pressed(self: Any, *values: Any, **parts: Any) -> Any:
+        monkeypatch.undo()
+        if step[1] == "send":
+            original(self, *values, **parts)
+        assert poll(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *values, **parts) if step[1] == "follow" else None
+
+    def sleep() -> None:
+        try:
+            (tmp_path / f"begun{dist.get_rank()}").touch()
+            time.sleep(1000)
+        finally:
+            print("cleaned up before the wait")
+
+    kept.run(int)
+    monkeypatch.setattr(*step, pressed)
+    with pytest.raises(KeyboardInterrupt):
+        kept.run(sleep)
+    assert all("cleaned up before the wait" in kept.logs(rank) for rank in (0, 1))
     assert kept.run(int) == 0
 
 

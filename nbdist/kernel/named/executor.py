@@ -129,13 +129,23 @@ class NamedExecutor:
         token = secrets.token_hex(8)
         if self._reader is None:
             self._reader = Reader(self.folder.path, at_end=True)
+        replayer: Replayer | None = None
+        interrupted = False
         with self.connection.wakeup() as wakeup:
-            with deferred_interrupts():
-                self._send_origin()
-                self.connection.send("action", token, "" if wakeup is None else wakeup.name, *action, parcel=parcel)
-                replayer = Replayer(self.relays, self._reader, cell, lambda head: head["token"] == token)
-            self.follow(replayer, token, stop, wakeup)
-        return replayer
+            while True:  # once more after an interrupt, which may come anywhere in the block
+                try:
+                    if replayer is None:
+                        with deferred_interrupts():
+                            self._send_origin()
+                            name = "" if wakeup is None else wakeup.name
+                            self.connection.send("action", token, name, *action, parcel=parcel)
+                            replayer = Replayer(self.relays, self._reader, cell, lambda head: head["token"] == token)
+                    self.follow(replayer, token, stop, wakeup, interrupted)
+                    return replayer
+                except KeyboardInterrupt as exc:
+                    if replayer is None or replayer.over or interrupted or exc.args:
+                        raise
+                    interrupted = True
 
     def _send_origin(self) -> None:
         origin = here()
@@ -143,8 +153,13 @@ class NamedExecutor:
             self.connection.send("origin", origin)
             self._sent = origin
 
-    def follow(self, replayer: Replayer, token: str, stop: Stop | None, wakeup: Wakeup | None) -> None:
-        """Show a call, or another action, until its end. Raises `NbdistError` if the keeper ends first."""
+    def follow(
+        self, replayer: Replayer, token: str, stop: Stop | None, wakeup: Wakeup | None, interrupted: bool = False
+    ) -> None:
+        """Show a call, or another action, until its end. Raises `NbdistError` if the keeper ends first.
+
+        `interrupted`: whether an interrupt has come that was not passed on to the keeper.
+        """
 
         def answer(question: Record) -> None:
             line: str | None = None
@@ -166,6 +181,8 @@ class NamedExecutor:
 
         shown = self.shown.setdefault(token, threading.Event())
         try:
+            if interrupted:
+                interrupt()
             follow(replayer, wakeup, stop, token=token, asks=answer, on_interrupt=interrupt)
         finally:
             replayer.finish()
