@@ -254,6 +254,28 @@ def test_an_interrupt_before_the_wait_stops_the_call(
     assert kept.run(int) == 0
 
 
+def test_an_interrupt_after_the_end_of_an_action_is_raised(kept: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, state = Connection.send, executor_of(kept).state
+
+    def pressed(self: Connection, *message: Any, **parts: Any) -> None:
+        send(self, *message, **parts)
+        if message[0] == "action":
+            monkeypatch.undo()
+            assert poll(lambda: state() == "running")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    kept.run(int)
+    for action, text in (
+        (lambda: kept.run(lambda: 2), r"^stopped after the call had ended: result\(\) gives its value$"),
+        (kept.restart, "^stopped after restart had ended$"),
+    ):
+        monkeypatch.setattr(Connection, "send", pressed)
+        with pytest.raises(KeyboardInterrupt, match=text):
+            action()
+    assert kept.result() == 2
+    assert kept.run(int) == 0
+
+
 def test_what_the_notebook_has_set_holds_in_fresh_ranks(kept: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_TEST", "1")
     monkeypatch.chdir("/")

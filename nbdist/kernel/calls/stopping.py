@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 from ...engines.contract import Ranks
 from ...errors import RemoteTraceback
@@ -31,6 +32,16 @@ def early_stop(killed: bool) -> KeyboardInterrupt:
     if not killed:
         return KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
     return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")
+
+
+def late_stop(head: Mapping[str, Any] | None) -> KeyboardInterrupt:
+    """Return the exception for an action of a named session that had ended when the keeper was asked to stop it.
+
+    `head`: the head of the first record of the action. None: the value of a call came before that record.
+    """
+    if head is None or head["action"] == "call":
+        return KeyboardInterrupt("stopped after the call had ended: result() gives its value")
+    return KeyboardInterrupt(f"stopped after {head['what']} had ended")
 
 
 def unanswered_stop(

@@ -20,6 +20,7 @@ from ..calls import stacks
 from ..calls.executor import Request
 from ..calls.futures import Stop
 from ..calls.group import Layout
+from ..calls.stopping import late_stop
 from ..cell.cell import Cell
 from ..cell.comms import Between
 from ..collectives import Collectives
@@ -156,10 +157,20 @@ class NamedExecutor:
     def follow(
         self, replayer: Replayer, token: str, stop: Stop | None, wakeup: Wakeup | None, interrupted: bool = False
     ) -> None:
-        """Show a call, or another action, until its end. Raises `NbdistError` if the keeper ends first.
+        """Show a call, or another action, until its end.
 
-        `interrupted`: whether an interrupt has come that was not passed on to the keeper.
+        Args:
+            replayer: The action.
+            token: Its token.
+            stop: The object by which another thread interrupts the action.
+            wakeup: The source of wakeups when the journal has grown. None: the keeper has ended.
+            interrupted: Whether an interrupt has come that was not passed on to the keeper.
+
+        Raises:
+            NbdistError: The keeper has ended before a call did.
+            KeyboardInterrupt: An interrupt has come, and the action has ended without an exception.
         """
+        stopped = False
 
         def answer(question: Record) -> None:
             line: str | None = None
@@ -171,7 +182,8 @@ class NamedExecutor:
             self.connection.send("line", token, line)
 
         def interrupt() -> None:
-            ends = False
+            nonlocal stopped
+            ends, stopped = False, True
             with contextlib.suppress(KeyboardInterrupt):  # the second interrupt stops the call at once
                 ends = stop is None and is_asked_to_end(_UNTIL_REQUEST)
             if ends:
@@ -190,6 +202,8 @@ class NamedExecutor:
             shown.set()
         self.check_over(replayer)
         self.note_held(replayer)
+        if stopped and replayer.raised is None:
+            raise late_stop(replayer.head)
 
     def check_over(self, replayer: Replayer) -> None:
         """Raise `NbdistError` for a call if the keeper has ended before the call did."""
