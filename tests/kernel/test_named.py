@@ -27,7 +27,7 @@ import nbdist
 from nbdist import NbdistError, NotFinite, RankDied, RankTimeout, Session, attach, sessions
 from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.named import starting
-from nbdist.kernel.named.connection import Connection
+from nbdist.kernel.named.connection import Connection, Wakeup
 from nbdist.kernel.named.executor import NamedExecutor
 from nbdist.kernel.named.recorded import _find
 from nbdist.kernel.named.replaying import Replayer
@@ -274,6 +274,23 @@ def test_an_interrupt_after_the_end_of_an_action_is_raised(kept: Session, monkey
             action()
     assert kept.result() == 2
     assert kept.run(int) == 0
+
+
+def test_an_interrupt_while_a_session_is_made_or_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NamedExecutor, "__init__", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        Session(1, name="again", devices="cpu")
+    session = Session(1, name="again", devices="cpu")
+    assert session.run(int) == 0
+    monkeypatch.setattr(Wakeup, "close", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        session.close()
+    session.close()
+    assert "again" not in names()
 
 
 def test_what_the_notebook_has_set_holds_in_fresh_ranks(kept: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,13 +127,15 @@ class Connection:
     def close(self) -> None:
         """Close the connection, and leave the keeper running."""
         with self._lock:
-            if self._channel is not None:
-                self._channel.sock.close()
+            channel, self._channel = self._channel, None  # first: an interrupt may come between two steps
+            if channel is not None:
+                channel.close()
             while self._wakeups:
                 self._wakeups.pop().close()
-            self._channel = None
 
-    __del__ = close
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # an interrupt came before `__init__`
+            self.close()
 
 
 def ended(folder: SessionFolder) -> str:

@@ -18,6 +18,7 @@ from ...wire.channel import Channel
 from ...wire.session_folder import SessionFolder
 from ..calls.group import Layout
 from ..options import SessionOptions
+from .connection import Connection
 from .executor import KeeperEngine, NamedExecutor
 from .spec import Spec
 
@@ -57,7 +58,11 @@ def start(options: SessionOptions, layout: Layout, engine: Engine) -> tuple[Name
     )
     folder = SessionFolder(options.name)
     _start_keeper(folder, spec, lent)
-    executor = NamedExecutor(folder, spec)
+    try:
+        executor = NamedExecutor(folder, spec)
+    except BaseException:  # an interrupt: the caller gets no session, and makes it again by the same name
+        Connection(folder).end_keeper()
+        raise
     return executor, KeeperEngine(executor.connection.send)
 
 
