@@ -25,6 +25,8 @@ from nbdist import CaptureError, WorkerDied, parallel_map
 from nbdist.engines.ray.kernel import driver_process as process
 from nbdist.errors import render
 from nbdist.kernel.pools import parallel_map as parallel
+from nbdist.wire.channel import Channel
+from nbdist.wire.protocol import Items
 
 CELLS = cells("kernel/cells/parallel.py")
 
@@ -268,6 +270,35 @@ def test_stopped_before_a_worker_has_the_function(tmp_path: Path) -> None:
     threading.Thread(target=stop).start()
     with pytest.raises(KeyboardInterrupt):
         parallel_map(work, range(8), 2, chunk=1, progress=False)
+
+
+@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_error_before_the_work_leaves_no_worker(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(count: int) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel.Board, "create", fail)
+        with pytest.raises(type(error)):
+            parallel_map(abs, range(4), 2, progress=False)
+    assert poll(lambda: not ranks_of())
+
+
+def test_an_interrupt_while_items_are_sent_ends_the_map_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker to which an item was counted, and that never got it, would be waited for."""
+
+    send = Channel.send
+
+    def pressed(self: Channel, message: Any, *parts: Any, **more: Any) -> None:
+        if isinstance(message, Items):
+            monkeypatch.setattr(Channel, "send", send)
+            signal.raise_signal(signal.SIGINT)
+        send(self, message, *parts, **more)
+
+    monkeypatch.setattr(Channel, "send", pressed)
+    monkeypatch.setattr(parallel, "GRACE_AFTER_INTERRUPT", 1e6)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(time.sleep, [1000, 1000], 2, chunk=1, progress=False)
 
 
 def test_sys_exit_is_an_exception() -> None:

@@ -27,7 +27,7 @@ from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
 from ...system.free_memory import MeasuredFile
-from ...system.interrupts import NUDGE, NUDGES, interruptible
+from ...system.interrupts import NUDGE, NUDGES, deferred_interrupts, interruptible
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
@@ -132,7 +132,13 @@ def parallel_map(
                 count = min(workers or len(usable_cores()), len(items))
                 modules = [*modules_named(block), *sorted(call.modules)]
                 ranks = engine.start_workers(count, modules, Cell().notice)
-                return _Map(call, items, ranks, chunk, cache, advance).run()
+                try:
+                    mapping = _Map(call, items, ranks, chunk, cache, advance)
+                except BaseException:  # an interrupt, or no shared memory is left
+                    ranks.close()
+                    raise
+                with contextlib.closing(mapping):
+                    return mapping.run()
 
 
 def _here(fn: Callable[..., R], items: list[Any], block: str, names: Mapping[str, Any], advance: Any) -> list[R]:
@@ -189,14 +195,15 @@ class _Map:
     def run(self) -> list[Any]:
         """Return the values. Raises the first failure, or `KeyboardInterrupt`."""
         self._relay.begin(Cell(), "lines", 0)
-        with contextlib.closing(self._board):
-            try:
-                self._work()
-            finally:  # workers that have nothing to do end as ranks do: they write their files
-                self._ranks.close(0.0 if any(self._has) else GRACE_TO_LEAVE, self._relay.take_last)
-                self._relay.flush()
-                self._relay.cell.close()
+        self._work()
         return self._values
+
+    def close(self) -> None:
+        """End the workers. Workers that have nothing to do end as ranks do: they write their files."""
+        with contextlib.closing(self._board):
+            self._ranks.close(0.0 if any(self._has) else GRACE_TO_LEAVE, self._relay.take_last)
+            self._relay.flush()
+            self._relay.cell.close()
 
     def _work(self) -> None:
         """Send the items to the workers, and receive the values."""
@@ -248,9 +255,9 @@ class _Map:
             return
         chunk = _Chunk(self._next, min(self._next + self._size(), len(self._items)))
         parcel = self._pack(chunk)
-        self._next = chunk.stop
-        self._has[worker].append(chunk)
-        with contextlib.closing(parcel):
+        with deferred_interrupts(), contextlib.closing(parcel):
+            self._next = chunk.stop
+            self._has[worker].append(chunk)
             self._send(worker, protocol.Items(chunk.start), parcel=parcel)
 
     def _size(self) -> int:
