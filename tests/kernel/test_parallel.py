@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -277,11 +278,17 @@ def test_an_error_before_the_work_leaves_no_worker(monkeypatch: pytest.MonkeyPat
     def fail(count: int) -> Any:
         raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr(parallel.Board, "create", fail)
-        with pytest.raises(type(error)):
-            parallel_map(abs, range(4), 2, progress=False)
-    assert poll(lambda: not ranks_of())
+    gc.collect()
+    gc.disable()  # it would end the workers later
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(parallel.Board, "create", fail)
+            with pytest.raises(type(error)):
+                parallel_map(abs, range(4), 2, progress=False)
+        assert parallel_map(abs, [-1], 1, progress=False) == [1]  # the workers of the first call would run by now
+        assert not ranks_of()
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_while_items_are_sent_ends_the_map_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
