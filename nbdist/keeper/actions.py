@@ -119,6 +119,10 @@ class Actions:
             if stop is not self._stop:
                 stop.close()
 
+    def busy(self) -> bool:
+        """Return whether an action runs or waits for its turn. An action whose outcome is being written is over."""
+        return bool(self._turns)
+
     def stop(self, token: str) -> None:
         """Interrupt an action. If it has not begun, it never will."""
         turn = self._turns.get(token)
@@ -171,7 +175,11 @@ class Actions:
             self.held.drop()
         self._note_begin(number, token, action, turn.parcel)
         try:
-            self._finish(number, turn, self._carry_out(turn, stop))
+            try:
+                values = self._carry_out(turn, stop)
+            finally:  # before the client learns of the end: its next question is whether the session is busy
+                self._turns.pop(token, None)
+            self._finish(number, turn, values)
         except BaseException as exc:
             self._note_error(number, exc)
         finally:

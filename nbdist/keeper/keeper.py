@@ -134,8 +134,8 @@ class Keeper:
         questions: dict[str, Callable[..., Any]] = {
             "about": self._about,
             "spec": lambda: self._spec,
-            "state": lambda: (self._executor.state(), self._actions.lock.busy()),
-            "status": lambda: self._executor.look(self._actions.lock.busy()),
+            "state": lambda: (self._executor.state(), self._actions.busy()),
+            "status": lambda: self._executor.look(self._actions.busy()),
             "stacks": self._executor.stacks,
             "collectives": self._executor.collectives,
             "log": self._executor.log,
@@ -160,5 +160,5 @@ class Keeper:
         group = self._executor.group
         known = [] if group is None else [size for size in group.memory().values() if size is not None]
         line = self._executor.log(0).rstrip("\n").rpartition("\n")[2].rpartition("\r")[2]
-        state = self._executor.state(), self._actions.lock.busy()
+        state = self._executor.state(), self._actions.busy()
         return {"state": state, "what": self._actions.running[1], "memory": sum(known), "line": line}

@@ -122,6 +122,18 @@ def test_calls_and_their_output(kept: Session, capsys: pytest.CaptureFixture[str
     assert kept.name == "kept" and "2 ranks on cpu, gloo, running" in repr(kept)
 
 
+def test_a_session_is_not_busy_after_a_call(kept: Session) -> None:
+    """Also while the keeper still writes the outcome to the journal."""
+
+    def fail() -> None:
+        raise ValueError
+
+    for _ in range(100):
+        with pytest.raises(ValueError):
+            kept.run(fail)
+        assert "running" in repr(kept)
+
+
 def test_values_are_this_process_own_objects(kept: Session) -> None:
     """Also big ones, which can be changed, and instances of classes that were sent by value."""
 
