@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
@@ -37,10 +37,10 @@ def other(tmp_path: Path) -> Iterator[Kernel]:
 
 
 def meanwhile(trouble: Callable[[], object], steady: Callable[[], object]) -> None:
-    """Run `steady` over and over, until `trouble` has ended in another thread."""
+    """Run `steady` several times a second, until `trouble` has ended in another thread."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(trouble)
-        while not future.done():
+        while not wait([future], timeout=0.2).done:
             steady()
         future.result()
     steady()

@@ -153,7 +153,7 @@ def kernel_with_sessions(kernel: Kernel) -> Kernel:
 
 @pytest.mark.parametrize(
     "examples, steps",
-    [(4, 35), pytest.param(12, 50, marks=pytest.mark.long("six hundred steps"))],
+    [(4, 35), pytest.param(8, 40, marks=pytest.mark.long("three hundred steps"))],
 )
 def test_ranks_answer_as_the_notebook_does(kernel: Kernel, examples: int, steps: int) -> None:
     kernel_with_sessions(kernel)

@@ -63,7 +63,6 @@ def train(how: str, folder: Path, sink: dict[str, Any], steps: int = STEPS) -> d
     ("how", "steps"),
     [
         ("replicated", 2),
-        pytest.param("sharded", 2, marks=pytest.mark.long("imports TorchRec in ranks, some of them more than once")),
         pytest.param("sharded", 20, marks=pytest.mark.long("20 steps, each on fresh ranks")),
     ],
 )
