@@ -2,13 +2,14 @@
 
 `seconds.json` holds for each file the seconds without its long tests, the seconds of these alone, and the number of the
 others (`make suite` writes it). Files that take longest begin first. The time left follows from these seconds and from
-the speed so far. The files that share a JupyterLab run in one process. Where a test of a file takes more than `SLOW`
-seconds on average, all tests of the file are slow: `make quick` has two minutes.
+the speed so far. Tests that share a JupyterLab, or a cluster, run in one process. Where a test of a file takes more
+than `SLOW` seconds on average, all tests of the file are slow: `make quick` has two minutes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,8 +23,9 @@ SECONDS: dict[str, tuple[float, float, int]] = json.loads((HERE / "seconds.json"
 UNKNOWN = 2.0
 #: Seconds of a test, on average over its file, above which it is slow.
 SLOW = 0.2
-#: Folder of files whose tests share what takes long to start.
-BROWSER = "/browser/"
+#: Patterns of tests that share what takes long to start, or needs CPU time as long as it runs: a JupyterLab and a
+#: browser; the cluster of Ray of conftest.py.
+SHARED = "/browser/", r"/test_ray\.py|\[ray\b|/test_named_clusters\.py|_on_a_cluster$"
 #: Lines of an error that are shown at once.
 WHY = 6
 #: Seconds between two lines about the progress.
@@ -61,8 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, run all files that share a JupyterLab and a browser in one process, and keep the order of
-    the files: pytest-xdist would begin with those that hold most tests."""
+    """With `--dist loadfile`, run all tests that share something in one process, and keep the order of the files:
+    pytest-xdist would begin with those that hold most tests."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -71,8 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = file_of(nodeid)
-            return BROWSER if BROWSER in file else file
+            return next((shared for shared in SHARED if re.search(shared, nodeid)), file_of(nodeid))
 
     return Scheduling(config, log)
 
