@@ -4,9 +4,9 @@ A template process imports what nearly every kernel, script and fork server impo
 replaces `subprocess.Popen`: where a program of this interpreter is to start, the template forks it. The program becomes
 a child of the process that asked, with the descriptors, folder, environment and command line asked for, and runs the
 code that a fresh interpreter runs. A program first forks a child of its own, which waits. When nbdist starts its fork
-server in the program, that child becomes the server. The fork servers of the tests' own processes come from a second
-template, with what tests import besides: a rank imports the file of the test whose functions it runs. Tests about a
-start are marked `started`.
+server in the program, that child becomes the server. The keeper of a named session has such a child, too. The fork
+servers of the tests' own processes come from a second template, with what tests import besides: a rank imports the file
+of the test whose functions it runs. Tests about a start are marked `started`.
 
 pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
 imported once for all workers. A fork of each worker is its own second template. A program with the variable `FORKS`,
@@ -152,12 +152,13 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _kind(command: list[str], environ: Mapping[str, str]) -> str:
-    """Return what a program is for the templates: `server`, `template`, `worker`, `host` of programs, or `program`."""
+    """Return what a program is for the templates: `server`, `keeper`, `template`, `worker`, `host` of programs, or
+    `program`."""
     if command[1:] == _WORKER:
         return "worker"
     if FORKS in environ and FORKS not in os.environ:
         return "host"
-    parts = {"nbdist.server.main": "server", "from warm import": "template"}
+    parts = {"nbdist.server.main": "server", "nbdist.keeper.main": "keeper", "from warm import": "template"}
     return next((kind for part, kind in parts.items() if any(part in one for one in command)), "program")
 
 
@@ -331,6 +332,10 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         _run_with_template(asked, given, paths)
         return
     _take(given, asked["fds"])
+    if asked["kind"] == "keeper":
+        _become(asked, paths)
+        _run_keeper(asked["command"], paths)
+        return
     if asked["kind"] != "program":
         _become(asked, paths)
         _run(asked["command"])
@@ -374,6 +379,43 @@ def _run_with_template(asked: Mapping[str, Any], given: Sequence[int], paths: li
     _run(asked["command"])
 
 
+class _WaitsForKeeper(BaseException):
+    """Raised in the child that waits for a keeper, to leave the code of the keeper."""
+
+    def __init__(self, control: socket.socket, keeper: int) -> None:
+        super().__init__()
+        self.control, self.keeper = control, keeper
+
+
+def _run_keeper(command: list[str], paths: list[str]) -> None:
+    """Run a program that forks the keeper of a named session, which forks the child that waits."""
+    fork = os.fork
+
+    def fork_both() -> int:
+        os.fork = fork
+        if pid := fork():
+            return pid
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keeper = os.getpid()
+        waiting = fork()
+        if not waiting:
+            ours.close()
+            raise _WaitsForKeeper(theirs, keeper)
+        theirs.close()
+        _wait_for(waiting, ours)
+        return 0
+
+    os.fork = fork_both
+    try:
+        _run(command)
+    except _WaitsForKeeper as waits:
+        asked = _wait_to_be_server(waits.control, waits.keeper)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nbdist"]:
+            del sys.modules[name]
+        _become(asked, paths)
+        _run(asked["command"])
+
+
 def _take(given: Sequence[int], wanted: Sequence[int], *kept: int) -> None:
     """Make descriptors have the numbers wanted, and close all others but those to be kept."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(63, *wanted) + 1) for fd in given]
@@ -411,7 +453,7 @@ def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
         setattr(sys, f"__{name}__", stream)
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
-    del sys.modules[__name__]
+    sys.modules.pop(__name__, None)
 
 
 def _show(command: Sequence[str]) -> None:
