@@ -776,19 +776,24 @@ def release(go: str) -> None:
 def test_a_rank_that_computes_is_not_even_asked(
     session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    go, looks, evidence = tmp_path / "go", [], []
-    idle, observe = hangs.Hangs._idle, hangs.observe
+    """Rank 1 computes. Each look finds a second more of its CPU time: on a busy machine it may get none for a while."""
+    go, evidence, looks = tmp_path / "go", [], 0
+    use, observe = waits.use, hangs.observe
+    pid = session.run_all(os.getpid)[1]
 
-    def look(self: hangs.Hangs, *what: Any) -> bool:
-        looks.append(idle(self, *what))
-        return looks[-1]
+    def look(process: int) -> waits.Use | None:
+        nonlocal looks
+        found = use(process)
+        if process != pid or found is None:
+            return found
+        looks += 1
+        return found._replace(seconds=found.seconds + looks)
 
     def ask(*what: Any) -> Any:
         evidence.append(what)
         return observe(*what)
 
-    monkeypatch.setattr(hangs, "LOOK_EVERY", 0.5)  # in which a rank gets some CPU time on a busy machine, too
-    monkeypatch.setattr(hangs.Hangs, "_idle", look)
+    monkeypatch.setattr(waits, "use", look)
     monkeypatch.setattr(hangs, "observe", ask)
 
     def one_computes() -> None:
@@ -797,7 +802,7 @@ def test_a_rank_that_computes_is_not_even_asked(
         dist.barrier()
 
     future = session.submit(one_computes)
-    assert poll(lambda: len(looks) >= 8 or future.done())
+    assert poll(lambda: looks >= 12 or future.done())
     go.touch()
     future.result()
     assert evidence == []
