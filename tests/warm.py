@@ -408,12 +408,15 @@ def _run_keeper(command: list[str], paths: list[str]) -> None:
     os.fork = fork_both
     try:
         _run(command)
+        return
     except _WaitsForKeeper as waits:
-        asked = _wait_to_be_server(waits.control, waits.keeper)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "nbdist"]:
-            del sys.modules[name]
-        _become(asked, paths)
-        _run(asked["command"])
+        control, keeper = waits.control, waits.keeper
+    # Not in the block above: exceptions of ranks would have the handled one as their context.
+    asked = _wait_to_be_server(control, keeper)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nbdist"]:
+        del sys.modules[name]
+    _become(asked, paths)
+    _run(asked["command"])
 
 
 def _take(given: Sequence[int], wanted: Sequence[int], *kept: int) -> None:
