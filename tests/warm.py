@@ -208,9 +208,9 @@ class Template:
 class Waiting:
     """A child of a forked program, which becomes its first fork server."""
 
-    def __init__(self, pid: int, control: socket.socket) -> None:
+    def __init__(self, pid: int, control: socket.socket, environ: Mapping[str, str]) -> None:
         self._pid, self._socket, self._owner = pid, control, os.getpid()
-        self._environ = dict(os.environ)
+        self._environ = dict(environ)
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         """Make the child the program's server, once."""
@@ -340,17 +340,8 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         _become(asked, paths)
         _run(asked["command"])
         return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = os.getpid()
-    waiting = os.fork()
-    if waiting:
-        theirs.close()
-        _become(asked, paths)
-        _wait_for(waiting, ours)
-    else:
-        ours.close()
-        asked = _wait_to_be_server(theirs, program)
-        _become(asked, paths)
+    asked = _fork_waiting(asked["environ"]) or asked
+    _become(asked, paths)
     _run(asked["command"])
 
 
@@ -379,12 +370,12 @@ def _run_with_template(asked: Mapping[str, Any], given: Sequence[int], paths: li
     _run(asked["command"])
 
 
-class _WaitsForKeeper(BaseException):
-    """Raised in the child that waits for a keeper, to leave the code of the keeper."""
+class _Became(BaseException):
+    """Raised in the child that waited for a keeper, to leave the code of the keeper: `asked` is to run instead."""
 
-    def __init__(self, control: socket.socket, keeper: int) -> None:
+    def __init__(self, asked: Any) -> None:
         super().__init__()
-        self.control, self.keeper = control, keeper
+        self.asked = asked
 
 
 def _run_keeper(command: list[str], paths: list[str]) -> None:
@@ -395,24 +386,17 @@ def _run_keeper(command: list[str], paths: list[str]) -> None:
         os.fork = fork
         if pid := fork():
             return pid
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        keeper = os.getpid()
-        waiting = fork()
-        if not waiting:
-            ours.close()
-            raise _WaitsForKeeper(theirs, keeper)
-        theirs.close()
-        _wait_for(waiting, ours)
+        if asked := _fork_waiting(os.environ):
+            raise _Became(asked)
         return 0
 
     os.fork = fork_both
     try:
         _run(command)
         return
-    except _WaitsForKeeper as waits:
-        control, keeper = waits.control, waits.keeper
+    except _Became as became:
+        asked = became.asked
     # Not in the block above: exceptions of ranks would have the handled one as their context.
-    asked = _wait_to_be_server(control, keeper)
     for name in [name for name in sys.modules if name.partition(".")[0] == "nbdist"]:
         del sys.modules[name]
     _become(asked, paths)
@@ -471,11 +455,19 @@ def _show(command: Sequence[str]) -> None:
 # --- in a forked program ---
 
 
-def _wait_for(waiting: int, control: socket.socket) -> None:
-    """Give the waiting child to nbdist for its fork server, which nbdist starts by `subprocess.Popen`."""
+def _fork_waiting(environ: Mapping[str, str]) -> Any:
+    """Fork the child that waits, and give it to nbdist for the fork server of this program, whose environment is
+    `environ`. Return None; in the child, what it has to become."""
     global _source
-    _source = Waiting(waiting, control)
-    _replace_popen()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = os.getpid()
+    if waiting := os.fork():
+        theirs.close()
+        _source = Waiting(waiting, ours, environ)
+        _replace_popen()
+        return None
+    ours.close()
+    return _wait_to_be_server(theirs, program)
 
 
 def _wait_to_be_server(control: socket.socket, program: int) -> Any:

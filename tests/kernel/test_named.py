@@ -215,24 +215,27 @@ def test_in_the_background(kept: Session) -> None:
     assert kept.run(int) == 0
 
 
+def sleep_and_clean_up(folder: Path) -> None:
+    try:
+        (folder / f"begun{dist.get_rank()}").touch()
+        time.sleep(1000)
+    finally:
+        print("cleaned up", folder)
+
+
+def interrupt_when_begun(folder: Path) -> None:
+    """Press the stop button when both ranks are in `sleep_and_clean_up`."""
+    assert poll(lambda: len(list(folder.iterdir())) == 2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_an_interrupt_reaches_the_ranks(kept: Session, tmp_path: Path) -> None:
-    def sleep() -> None:
-        try:
-            (tmp_path / f"begun{dist.get_rank()}").touch()
-            time.sleep(1000)
-        finally:
-            print("cleaned up")
-
-    def interrupt() -> None:
-        assert poll(lambda: len(list(tmp_path.iterdir())) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt_when_begun, args=[tmp_path])
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        kept.run(sleep)
+        kept.run(sleep_and_clean_up, tmp_path)
     thread.join()
-    assert all("cleaned up" in kept.logs(rank) for rank in (0, 1))
+    assert all(f"cleaned up {tmp_path}" in kept.logs(rank) for rank in (0, 1))
     assert kept.run(int) == 0
 
 
@@ -243,26 +246,17 @@ def test_an_interrupt_before_the_wait_stops_the_call(
     """Interrupt the call of a cell after its ranks have begun, and before the cell waits for them."""
     original = getattr(*step)
 
-    def pressed(self: Any, *values: Any, **parts: Any) -> Any:
+    def pressed(self: Any, *values: Any, **parts: Any) -> None:
         monkeypatch.undo()
         if step[1] == "send":
             original(self, *values, **parts)
-        assert poll(lambda: len(list(tmp_path.iterdir())) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(self, *values, **parts) if step[1] == "follow" else None
-
-    def sleep() -> None:
-        try:
-            (tmp_path / f"begun{dist.get_rank()}").touch()
-            time.sleep(1000)
-        finally:
-            print("cleaned up before the wait")
+        interrupt_when_begun(tmp_path)
 
     kept.run(int)
     monkeypatch.setattr(*step, pressed)
     with pytest.raises(KeyboardInterrupt):
-        kept.run(sleep)
-    assert all("cleaned up before the wait" in kept.logs(rank) for rank in (0, 1))
+        kept.run(sleep_and_clean_up, tmp_path)
+    assert all(f"cleaned up {tmp_path}" in kept.logs(rank) for rank in (0, 1))
     assert kept.run(int) == 0
 
 
