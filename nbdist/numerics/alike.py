@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..devices import collective_device
 from ..errors import RankMismatch
+from ..system.interrupts import undivided_context
 from .finite import tensors_in
 from .hooks import AfterForward, Models, around_steps, in_training, parameters_of
 from .report import plain
@@ -211,7 +212,7 @@ def _say(text: str) -> None:
         print(f"nbdist: {text}", file=sys.stderr)
 
 
-@contextlib.contextmanager
+@undivided_context
 def rank_check(every: int) -> Iterator[None]:
     """Compare the ranks in the `with` block, after steps 1 and 2 and then after every `every` steps. Raises
     `RankMismatch`."""

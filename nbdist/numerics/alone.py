@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..system.interrupts import undivided_context
+
 #: Methods of `ProcessGroup`: other ranks take no part in the search.
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "gather", "scatter"),
@@ -18,7 +20,7 @@ _COLLECTIVES = (
 )
 
 
-@contextlib.contextmanager
+@undivided_context
 def alone() -> Iterator[None]:
     """Make collectives raise in the `with` block, so that they do not wait for ranks that do not take part in the
     search."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from ..system.interrupts import undivided_context
 from .alike import rank_check
 from .nan import nan_check
 
 
-@contextlib.contextmanager
+@undivided_context
 def checked(checks: Sequence[str]) -> Iterator[None]:
     """Make these checks in the `with` block.
 

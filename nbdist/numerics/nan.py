@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..errors import NotFinite
+from ..system.interrupts import undivided_context
 from .finite import all_finite, has_graph, tensors_in
 from .hooks import AfterForward, Models, around_steps, gradients_of, in_training, is_running, parameters_of, replace
 from .search import Batch, ModelCall, Search
@@ -215,7 +216,7 @@ def active() -> NanCheck | None:
     return _active[-1] if _active else None
 
 
-@contextlib.contextmanager
+@undivided_context
 def nan_check() -> Iterator[NanCheck]:
     """Check each loss and gradient in the `with` block. Raises `NotFinite`. If a check already runs, it goes on
     alone."""

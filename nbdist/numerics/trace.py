@@ -16,6 +16,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 
 from ..notebook.shell import cell_numbers
+from ..system.interrupts import undivided
 from ..system.source_files import is_library
 from .alone import alone, eager
 from .finite import bad_rows, badness, is_float, tensors_in
@@ -181,6 +182,7 @@ class Trace(TorchFunctionMode):
         return None
 
 
+@undivided("searches for the first number that is not finite")
 def run_again(
     run: Callable[[], Any], rows: int, parameters: Sequence[Tensor] = (), gradients: Sequence[Tensor | None] = ()
 ) -> Culprit | Source | None:

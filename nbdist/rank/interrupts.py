@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..system.interrupts import accept_nudges, defer
+from ..system.interrupts import accept_nudges, defer, undivided_steps
 
 #: Seconds from one interrupt to the next, until one is noticed.
 _PAUSE = 0.05
@@ -115,6 +115,8 @@ def _left_by_half(frame: types.FrameType | None) -> str:
     """Describe the step in this frame that an interrupt must not break; an empty string if there is none."""
     while frame is not None:
         code = frame.f_code
+        if what := undivided_steps.get(code):
+            return what
         if code.co_filename == "<frozen importlib._bootstrap>":
             return "imports a module"
         if code.co_name in _BEGIN_AND_END and frame.f_globals.get("__name__") == "torch.serialization":

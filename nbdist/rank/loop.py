@@ -110,7 +110,7 @@ class Rank:
         joins = isinstance(request, protocol.Join)
         allowed = contextlib.nullcontext() if joins else self._interrupts.allowed()
         try:
-            with kept_grad_mode(), allowed, patched():
+            with kept_grad_mode(), patched(), allowed:
                 if not joins and not isinstance(request, protocol.Items):  # a board says when items are over
                     self._channel.send(protocol.Begun())  # an interrupt that came before this was not handled
                 answer = self._do(request, parcel, fds)

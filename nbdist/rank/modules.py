@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..capture.modules import checksum, own_file, version
 from ..errors import NbdistError
 from ..notebook.shell import reloader
+from ..system.interrupts import undivided
 from .module_imports import imported_first, imports_of
 
 #: The file of a module, and the folders of its sub-modules.
@@ -82,6 +83,7 @@ class Reloader(importlib.abc.MetaPathFinder):
         self._imported[name] = _Imported(_now())
         self._new.append(name)
 
+    @undivided("reads the sources of modules")
     def look(self) -> None:
         """Check the sources of recently imported modules, and show which differ from the notebook's."""
         new, self._new = self._new, []
@@ -101,6 +103,7 @@ class Reloader(importlib.abc.MetaPathFinder):
                     f"importlib.reload({name}) in the notebook makes them one\n"
                 )
 
+    @undivided("executes edited modules again")
     def refresh(self, sources: Mapping[str, tuple[str, int, int]]) -> bool:
         """Update modules before a call, and return whether any was executed again; `sources` is the notebook's
         `own_sources`.

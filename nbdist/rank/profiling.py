@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..system.interrupts import undivided, undivided_context
+
 #: A value, a number of steps, and a trace.
 Profiled = tuple[Any, int, bytes]
 
@@ -25,8 +27,7 @@ def run(first: int, skip: int, steps: int, fn: Callable[..., Any], /, *args: Any
         The function's value, on the rank `first`; the number of completed steps; and the trace, as the profiler writes
         it for Chrome, compressed. The trace is empty if the function made no more than `skip` steps.
     """
-    window = _Window(skip, steps)
-    with contextlib.closing(window), after_each_step(window.step):
+    with _profiled(skip, steps) as window:
         value = fn(*args, **kwargs)
     return value if dist.get_rank() == first else None, window.whole, window.trace()
 
@@ -51,6 +52,7 @@ class _Window:
         if not skip:
             self._begin()
 
+    @undivided("begins or ends a profile")
     def step(self) -> None:
         """Record the end of a step."""
         self._count += 1
@@ -92,7 +94,14 @@ class _Window:
         self._open.enter_context(torch.profiler.record_function(f"ProfilerStep#{self._count}"))
 
 
-@contextlib.contextmanager
+@undivided_context
+def _profiled(skip: int, steps: int) -> Iterator[_Window]:
+    window = _Window(skip, steps)
+    with contextlib.closing(window), after_each_step(window.step):
+        yield window
+
+
+@undivided_context
 def _quiet() -> Iterator[None]:
     """Discard output to descriptor 2: the profiler reports its begin and end there, in C++."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -105,7 +114,7 @@ def _quiet() -> Iterator[None]:
         os.close(null)
 
 
-@contextlib.contextmanager
+@undivided_context
 def after_each_step(action: Callable[[], None]) -> Iterator[None]:
     """Call an action after each step of any optimizer of torch or fastai."""
     from torch.optim.optimizer import register_optimizer_step_post_hook

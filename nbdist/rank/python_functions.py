@@ -12,6 +12,8 @@ import os
 import types
 from typing import Any
 
+from ..system.interrupts import undivided
+
 #: References of this module: a builtin may be gone when the user's function has returned.
 _callable, _Exception = callable, Exception
 _GONE = object()
@@ -57,10 +59,12 @@ class PythonFunctions:
     def __init__(self) -> None:
         self._modules = _Functions(builtins), _Functions(os)
 
+    @undivided("replaces functions of Python")
     def __enter__(self) -> None:
         for functions in self._modules:
             functions.give()
 
+    @undivided("puts functions of Python back")
     def __exit__(self, *raised: object) -> None:
         for functions in self._modules:
             functions.take()

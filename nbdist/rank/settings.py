@@ -21,6 +21,7 @@ from ..capture.reading import Keep, Unreadable, read
 from ..capture.refusals import pickle_setting
 from ..capture.registries import Entry, enter
 from ..capture.settings import SURROUNDINGS, current, same, sklearn_defaults
+from ..system.interrupts import undivided
 from ..system.visible_devices import VISIBLE, VISIBLE_HIP
 
 #: Empty while all is at its default: a library need not be imported for that.
@@ -78,6 +79,7 @@ class Settings:
             self._pickled.pop(name, None)
             self._last.pop(name, None)
 
+    @undivided("sets the notebook's settings")
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
         """Unpickle settings and apply them. `keep` decides which globals in the pickles are set in this rank."""
         for name, pickled in settings.items():

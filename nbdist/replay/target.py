@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from ..system.interrupts import undivided_context
 
 
 class Target(NamedTuple):
@@ -51,7 +52,7 @@ def target_in(folder: str | os.PathLike[str]) -> Target | None:
     return _target if _target is not None and os.path.abspath(folder) == _target.folder else None
 
 
-@contextlib.contextmanager
+@undivided_context
 def aiming_at(target: Target) -> Iterator[None]:
     """Make a recorded training inside the `with` block run from a snapshot to the target step."""
     global _target, begun

@@ -12,8 +12,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, Generic, ParamSpec, TypeVar
 
 #: `signal` without its enums: making these takes most of the time of a block, and a call has twenty blocks.
 _raw: Any = importlib.import_module("_signal")
@@ -32,6 +33,50 @@ NUDGES = (0.05, 0.25, 1.0)
 
 _handler: Any = None  # the function that is to be called for them
 _count = 0
+
+#: Functions whose end an interrupt waits for in a rank: what they do, by their code.
+undivided_steps: dict[CodeType, str] = {}
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def undivided(what: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Decorate a function whose end an interrupt waits for in a rank, because half of it would break later calls.
+
+    Args:
+        what: A description of the step for the notice to the user, such as "imports a module".
+    """
+
+    def decorate(fn: Any) -> Any:
+        undivided_steps[fn.__code__] = what
+        return fn
+
+    return decorate
+
+
+class _UndividedContext(Generic[_T]):
+    def __init__(self, inner: contextlib.AbstractContextManager[_T]) -> None:
+        self._inner = inner
+
+    @undivided("replaces functions of a library")
+    def __enter__(self) -> _T:
+        return self._inner.__enter__()
+
+    @undivided("puts functions of a library back")
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._inner.__exit__(*raised)
+
+
+def undivided_context(make: Callable[_P, Iterator[_T]]) -> Callable[_P, _UndividedContext[_T]]:
+    """Make a context as `contextlib.contextmanager` does, whose beginning and end are `undivided`."""
+    manager = contextlib.contextmanager(make)
+
+    @functools.wraps(make)
+    def context(*args: _P.args, **kwargs: _P.kwargs) -> _UndividedContext[_T]:
+        return _UndividedContext(manager(*args, **kwargs))
+
+    return context
 
 
 @contextlib.contextmanager
@@ -56,7 +101,7 @@ def deferred_interrupts() -> Iterator[None]:
     finally:
         _raw.signal(_SIGINT, handler)
         if _count == 1 and callable(handler):
-            handler(signal.SIGINT, None)
+            handler(signal.SIGINT, sys._getframe())
         elif _count == 1:
             signal.raise_signal(signal.SIGINT)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import logging
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,8 +20,14 @@ import pytest
 import torch
 from calls import press
 from cells import cells
+from torch.nn.modules import module as modules
+from torch.optim import optimizer
 
 from nbdist import Session
+from nbdist.numerics.alone import alone
+from nbdist.numerics.call import checked
+from nbdist.numerics.nan import active
+from nbdist.rank.interrupts import Interrupts
 
 #: A signal that Python handles between two of its steps, with a system call in between that does not end for it.
 UNHEARD = cells("rank/cells/interrupts.py")["unheard"]
@@ -52,3 +64,95 @@ def test_an_interrupt_during_torch_save_costs_no_rank(name: str, event: str, tmp
         assert session.run(os.getpid) == pid
     if name == "__exit__":
         assert torch.load(path).equal(torch.ones(3))
+
+
+class Presses(logging.Filter):
+    """A filter of the notebook, which interrupts a rank that receives it."""
+
+    __module__ = "__main__"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pressed, ()
+
+
+def _pressed() -> logging.Filter:
+    press()
+    return logging.Filter()
+
+
+def test_an_interrupt_while_settings_are_set_loses_none() -> None:
+    logger = logging.getLogger("interrupted")
+    with Session(1, devices="cpu") as session:
+        pid = session.run(os.getpid)
+        logger.setLevel(33)
+        logger.addFilter(presses := Presses())
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                session.run(time.sleep, 30)
+            assert session.run(lambda: (os.getpid(), logging.getLogger("interrupted").level)) == (pid, 33)
+        finally:
+            logger.removeFilter(presses)
+            logger.setLevel(0)
+
+
+class Leftovers:
+    """What checks have replaced in torch, to be compared with what was there before."""
+
+    def __init__(self) -> None:
+        from torch._C import _distributed_c10d as c10d
+
+        self._now = {
+            "hooks of modules": len(modules._global_forward_hooks),
+            "hooks before steps": len(optimizer._global_optimizer_pre_hooks),
+            "hooks after steps": len(optimizer._global_optimizer_post_hooks),
+            "finders": len(sys.meta_path),
+            "backward": torch.autograd.backward,
+            "collectives": vars(c10d.ProcessGroup)["allreduce"],
+            "checks": active(),
+        }
+
+    def since(self, before: Leftovers) -> list[str]:
+        return [name for name, value in before._now.items() if self._now[name] is not value]
+
+
+def interrupt_everywhere(contexts: Callable[[], AbstractContextManager[Any]]) -> tuple[int, list[str]]:
+    """Interrupt a `with` block of these contexts at each of its steps, until something stays. Returns the last step."""
+    kernels, interrupts = signal.getsignal(signal.SIGINT), Interrupts()
+    before = Leftovers()
+    interrupts.install()
+    try:
+        for number in itertools.count():
+            steps = itertools.count()
+
+            def profile(_: FrameType, event: str, *__: Any, at: int = number, steps: Iterator[int] = steps) -> None:
+                if event in ("call", "return") and next(steps) == at:
+                    sys.setprofile(None)
+                    signal.raise_signal(signal.SIGINT)
+
+            interrupted = False
+            try:
+                with interrupts.allowed():
+                    sys.setprofile(profile)
+                    with contexts():
+                        pass
+                    if sys.getprofile() is None:
+                        time.sleep(1000)  # until it comes again
+                    sys.setprofile(None)
+            except KeyboardInterrupt:
+                interrupted = True
+            gc.collect()
+            stayed = Leftovers().since(before)
+            if stayed or not interrupted:
+                return number, stayed
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, kernels)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("contexts", [lambda: checked(["nan", "ranks:1"]), alone], ids=["checks", "alone"])
+def test_an_interrupt_leaves_no_half_of_a_check(contexts: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Ranks that find a fault at the same time are interrupted by the first one's error where their checks end."""
+    with Session(1, devices="cpu") as session:
+        steps, left = session.run(interrupt_everywhere, contexts)
+    assert steps > 20 and not left, steps
