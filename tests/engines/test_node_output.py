@@ -233,7 +233,9 @@ def test_much_output_that_waits_makes_an_answer_due(node: tuple[agent.Agent, int
 
 
 def test_an_earlier_notice_stays_before_the_text_that_waits() -> None:
-    """A notice ends the lines of earlier text. After the last lines, it would add a part of an earlier line to them."""
+    """A notice ends the lines of earlier text. After the last lines, it would add a part of an earlier line to them.
+    Text that waits is older than text that was left out since.
+    """
     left_out: list[Any] = ["left_out", {"lines": 7, "size": 70}]
     waiting = [
         ("message", [1], "begun", None),
@@ -241,9 +243,12 @@ def test_an_earlier_notice_stays_before_the_text_that_waits() -> None:
         ("output", 1, STDOUT, "the last\n"),
         ("output", 0, MESSAGE, ["display", {}]),
     ]
-    assert agent.without_text(waiting, Output(2)) == [
+    output = Output(2)
+    output.leave_out(0, STDOUT, "written later\n")
+    assert agent.without_text(waiting, output) == [
         ("output", 1, MESSAGE, left_out),
         ("output", 1, STDOUT, "the last\n"),
+        ("output", 0, STDOUT, "written later\n"),
         ("message", [1], "begun", None),
         ("output", 0, MESSAGE, ["display", {}]),
     ]

@@ -28,7 +28,7 @@ from ...contract import Exit
 from ...forkserver import for_notebook
 from ...listening import Listener
 from ...local import LocalEngine
-from .output import Output, encoded
+from .output import Output, Piece, encoded
 from .questions import Questions
 from .storing import CHUNK, Stored
 
@@ -345,13 +345,15 @@ def without_text(events: Iterable[Event], output: Output) -> list[Event]:
     lines that were sent before it."""
     notices: list[Event] = []
     others: list[Event] = []
+    texts: list[Piece] = []
     for event in events:
         if event[0] != "output":
             others.append(event)
         elif event[2] != MESSAGE:
-            output.leave_out(*event[1:])
+            texts.append(event[1:])
         else:
             (notices if event[3][0] == "left_out" else others).append(event)
+    output.leave_out_waiting(texts)
     return [*notices, *(("output", *piece) for piece in output.notice()), *others]
 
 

@@ -106,8 +106,21 @@ class Output:
         """Count a text that a cell would show, and keep the last lines for the next notice."""
         self._lines += text.count("\n")
         self._size += len(text)
-        self._last.append((number, kind, text))
-        self._last_size += len(text)
+        self._remember((number, kind, text))
+
+    def leave_out_waiting(self, pieces: Sequence[Piece]) -> None:
+        """Leave out texts that wait to be sent. They are older than what was left out since the last notice."""
+        newer = list(self._last)
+        self._last.clear()
+        self._last_size = 0
+        for piece in pieces:
+            self.leave_out(*piece)
+        for piece in newer:
+            self._remember(piece)
+
+    def _remember(self, piece: Piece) -> None:
+        self._last.append(piece)
+        self._last_size += len(piece[2])
         while self._last_size - len(self._last[0][2]) > TAIL * WIDTH:
             self._last_size -= len(self._last.popleft()[2])
 
