@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -612,3 +613,40 @@ def test_a_timer_that_raises_again_and_again_lets_ranks_clean_up(session: Sessio
         assert signal.signal(signal.SIGUSR1, before) is late
     assert len(ticks) == 4 and len(list(tmp_path.glob("saved*"))) == 2
     assert session.run_all(os.getpid) == pids
+
+
+class Interrupter:
+    """Interrupts a call at the function number `wanted` that it calls after it was sent, or where it waits for events.
+
+    Attributes: `place`, the name of the function.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self._left, self._deferred, self.place = wanted, 0, ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_name
+        self._deferred += (name, event) == ("deferred_handlers", "return")  # where it begins, and where it ends
+        if event == "call" and self._deferred == 2:
+            self._left -= 1
+            if self._left < 0 or name == "select":
+                sys.setprofile(None)
+                self.place = name
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_where_the_wait_begins_kills_no_rank() -> None:
+    places: list[str] = []
+    with Session(1, devices="cpu") as session:
+        pid = session.run(os.getpid)
+        while "select" not in places:
+            interrupter = Interrupter(len(places))
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    sys.setprofile(interrupter)
+                    session.run(time.sleep, 1000)
+            finally:
+                sys.setprofile(None)
+            places.append(interrupter.place)
+            assert session.run(os.getpid) == pid, f"killed after an interrupt in {places[-1]}"
+    assert {"_wait_for", "wait", "_run"} <= set(places)

@@ -156,7 +156,12 @@ class Executor(SessionRanks):
             raised = exc
         if waiting is None:  # the handler of a signal has raised while it was made
             waiting = Waiting(group, targets, what, **about)
-        return self._wait_for(group, waiting, raised)
+        try:
+            return self._wait_for(group, waiting, raised)
+        except BaseException as exc:
+            if waiting.begun:
+                raise
+            return self._wait_for(group, waiting, exc)
 
     def _wait_for(self, group: Group, waiting: Waiting, raised: BaseException | None) -> list[Any]:
         try:
@@ -164,6 +169,8 @@ class Executor(SessionRanks):
             group.underway = False
             return values
         except BaseException as exc:
+            if not waiting.begun:
+                raise
             if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
                 exc.__cause__.inside = how_to_look_inside(self._keep_frames)
             if isinstance(exc, SystemExit):  # a notebook shows only its number, a script shows nothing

@@ -85,7 +85,9 @@ class Waiting:
         self._hangs = Hangs(group, self.pending)
         on_gpu = group.layout.devices[0] != "cpu"
         self._ending = Ending(timeout=timeout, on_gpu=on_gpu, patience=group.ranks.patience)
-        self._raised: BaseException | None = None  # by the handler of a signal
+        self.begun = False
+        """True once an interrupt is passed on to the ranks."""
+        self._listener: Listening | None = None
         self._begun: set[int] = set()
         self._quiet = contextlib.ExitStack()  # what makes exceptions of signal handlers go, once the call ends
         self._unfit: set[int] = set()  # ranks that are not waited for any more, and cannot take another call
@@ -100,20 +102,29 @@ class Waiting:
         """Wait for all ranks, and return their values in the order of the ranks; None for a rank that returns none.
 
         Args:
-            raised: An interrupt, or another exception of a signal handler, that was raised while the call was sent.
+            raised: An interrupt, or another exception of a signal handler, that was raised before the wait.
 
         Raises the first failure, `RankTimeout`, `RankStuck` or `KeyboardInterrupt`. If no rank is `pending` or dead
         afterwards, the ranks can take calls again, in a new process group.
         """
+        interrupted = raised is not None
         try:
-            if not isinstance(raised, KeyboardInterrupt):
-                self._raised = raised
-            self._run(raised is not None)
+            while True:  # once more after an interrupt, which may come anywhere in the block
+                try:
+                    self.begun = True
+                    self._run(interrupted)
+                    break
+                except BaseException as exc:
+                    interrupted = True
+                    if raised is None or isinstance(raised, KeyboardInterrupt):
+                        raised = exc
+                    if self._ending.interrupted:  # the second interrupt ends the wait at once
+                        break
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
-            if self._raised is not None:
-                raise self._raised
+            if raised is not None and not isinstance(raised, KeyboardInterrupt):
+                raise raised  # from the user's signal handler, such as for SIGALRM
             if self._ending.interrupted or self._ending.failures:
                 raise self._error()
             self._notices.waited(self._ending.elapsed(), self._answers.waited)
@@ -123,6 +134,8 @@ class Waiting:
                 raise self._unanswered() from None
             raise
         finally:
+            if self._listener is not None:
+                self._listener.close()
             self._page.close()
             self._relay.comms.end_call()
             self._relay.cell.close()
@@ -131,24 +144,13 @@ class Waiting:
 
     def _run(self, interrupted: bool) -> None:
         """Handle events until all ranks have answered, or their time to end the call is over."""
-        with contextlib.ExitStack() as stack:
-            listener: Listening | None = None
-            while True:  # once more after an interrupt, which may come anywhere in the block
-                try:
-                    if interrupted:
-                        self._quiet.enter_context(dropped_exceptions())
-                        self._carry_out(self._ending.interrupt())
-                    if listener is None:
-                        listener = stack.enter_context(contextlib.closing(self._listen()))
-                    while self.pending and not self._ending.given_up:
-                        self._step(listener)
-                    return
-                except BaseException as exc:
-                    if not isinstance(exc, KeyboardInterrupt):  # from the user's signal handler, such as for SIGALRM
-                        self._raised = self._raised or exc
-                    if self._ending.interrupted:  # the second interrupt ends the wait at once
-                        return
-                    interrupted = True
+        if interrupted:
+            self._quiet.enter_context(dropped_exceptions())
+            self._carry_out(self._ending.interrupt())
+        if self._listener is None:
+            self._listener = self._listen()
+        while self.pending and not self._ending.given_up:
+            self._step(self._listener)
 
     def _listen(self) -> Listening:
         listener = self._ranks.listen(
