@@ -136,6 +136,7 @@ class Waiting:
         finally:
             if self._listener is not None:
                 self._listener.close()
+                self._listener = None  # whose callbacks hold this object, and so the ranks
             self._page.close()
             self._relay.comms.end_call()
             self._relay.cell.close()
