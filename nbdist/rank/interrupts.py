@@ -22,7 +22,9 @@ _MOST = 30.0
 _WORD = 1.0
 #: What `torch.save` to an open file begins and ends with. torch's own destructor ends a file that was torn away between
 #: these, and the process with it where the file has been closed meanwhile.
-_BEGIN_AND_END = {"_open_zipfile_writer", "__init__", "__enter__", "__exit__"}
+_OF_A_FILE = {"_open_zipfile_writer", "__init__", "__enter__", "__exit__"}
+#: Where `with` blocks, such as `torch.autocast`, begin and end: half of it would leave a mode switched on.
+_OF_A_BLOCK = {"__enter__", "__exit__"}
 
 
 class Interrupts:
@@ -119,16 +121,20 @@ def _left_by_half(frame: types.FrameType | None) -> str:
             return what
         if code.co_filename == "<frozen importlib._bootstrap>":
             return "imports a module"
-        if code.co_name in _BEGIN_AND_END and frame.f_globals.get("__name__") == "torch.serialization":
+        module = str(frame.f_globals.get("__name__"))
+        if module == "torch.serialization" and code.co_name in _OF_A_FILE:
             return "saves a file"
+        # A block of torch.distributed may wait there for other ranks.
+        if module.startswith("torch.") and not module.startswith("torch.distributed") and code.co_name in _OF_A_BLOCK:
+            return "begins or ends a block of torch"
         frame = frame.f_back
     return ""
 
 
 @contextlib.contextmanager
 def kept_grad_mode() -> Iterator[None]:
-    """Restore torch's grad mode after an interrupt: an interrupt in the middle of `no_grad().__enter__` or
-    `__exit__` would leave gradients switched off.
+    """Restore torch's grad mode after an interrupt: an interrupt between `set_grad_enabled(False)` and the `with` block
+    that this begins would leave gradients switched off.
     """
     torch = sys.modules.get("torch")
     before = torch is None or torch.is_grad_enabled()

@@ -109,10 +109,15 @@ class Leftovers:
             "backward": torch.autograd.backward,
             "collectives": vars(c10d.ProcessGroup)["allreduce"],
             "checks": active(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+            "blocks of autocast": (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()),
+            "anomalies": torch.is_anomaly_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
+            "gradients": torch.is_grad_enabled(),
         }
 
     def since(self, before: Leftovers) -> list[str]:
-        return [name for name, value in before._now.items() if self._now[name] is not value]
+        return [name for name, value in before._now.items() if self._now[name] != value]
 
 
 def interrupt_everywhere(contexts: Callable[[], AbstractContextManager[Any]]) -> tuple[int, list[str]]:
@@ -150,9 +155,19 @@ def interrupt_everywhere(contexts: Callable[[], AbstractContextManager[Any]]) ->
     raise AssertionError
 
 
-@pytest.mark.parametrize("contexts", [lambda: checked(["nan", "ranks:1"]), alone], ids=["checks", "alone"])
-def test_an_interrupt_leaves_no_half_of_a_check(contexts: Callable[[], AbstractContextManager[Any]]) -> None:
+BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "checks": lambda: checked(["nan", "ranks:1"]),
+    "alone": alone,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "anomaly": torch.autograd.detect_anomaly,
+    "inference": torch.inference_mode,
+    "grad": torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_interrupt_leaves_no_half_of_a_block(block: str) -> None:
     """Ranks that find a fault at the same time are interrupted by the first one's error where their checks end."""
     with Session(1, devices="cpu") as session:
-        steps, left = session.run(interrupt_everywhere, contexts)
-    assert steps > 20 and not left, steps
+        steps, left = session.run(interrupt_everywhere, BLOCKS[block])
+    assert steps > 3 and not left, steps
