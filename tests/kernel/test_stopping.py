@@ -635,6 +635,7 @@ class Interrupter:
                 signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_an_interrupt_where_the_wait_begins_kills_no_rank() -> None:
     places: list[str] = []
     with Session(1, devices="cpu") as session:

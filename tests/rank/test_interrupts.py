@@ -165,6 +165,7 @@ BLOCKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_an_interrupt_leaves_no_half_of_a_block(block: str) -> None:
     """Ranks that find a fault at the same time are interrupted by the first one's error where their checks end."""
