@@ -94,7 +94,7 @@ def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
 
     No test leaves a variable behind that makes later tests start what they would fork.
     """
-    before = warm_programs.read_once(os.environ)
+    before, debugger = warm_programs.read_once(os.environ), os.environ.get("PYTHONBREAKPOINT")
     if request.node.get_closest_marker("started") is None:
         yield
     else:
@@ -104,6 +104,7 @@ def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
         if any(map(psutil.pid_exists, warm_programs.started_servers)):
             forkserver.stop()
     assert warm_programs.read_once(os.environ) == before
+    assert os.environ.get("PYTHONBREAKPOINT") == debugger
 
 
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pdb
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -31,10 +33,14 @@ def run_in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, ne
 
 @contextlib.contextmanager
 def breakpoints() -> Iterator[None]:
-    """Make `breakpoint()` open pdb. In a kernel, it would open the front end's debugger, or do nothing without one."""
+    """Make `breakpoint()` open pdb, or what PYTHONBREAKPOINT names. In a kernel, it would open the front end's
+    debugger, or do nothing without one. `ray.init` sets the variable to a debugger that waits for a front end of Ray.
+    """
     hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
     if debugpy is not None and not debugpy.is_client_connected():
         sys.breakpointhook = sys.__breakpointhook__
+    if sys.breakpointhook is sys.__breakpointhook__ and os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        sys.breakpointhook = pdb.set_trace
     try:
         yield
     finally:

@@ -479,6 +479,7 @@ def connected(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     """Ray, with the notebook connected to the cluster."""
     import ray
 
+    monkeypatch.setenv("PYTHONBREAKPOINT", "")  # Ray sets it, and it would stay
     monkeypatch.setenv("RAY_TQDM_PATCH_PRINT", "0")  # Ray would leave another `print` to the tests that come later
     ray.init(address=ray_cluster.address, namespace="of the notebook", logging_level="ERROR")
     yield ray

@@ -310,6 +310,7 @@ def test_a_call_without_ranks_is_debugged_as_usual(kernel: Kernel) -> None:
     assert kernel.run("in_ddp(0, f, 41)").error == "ZeroDivisionError"
     prompts, text = typed(kernel, "%debug", "p y", "q")
     assert "42\n" in text and len(prompts) == 2
+    kernel.ok("import os; os.environ['PYTHONBREAKPOINT'] = 'ray.util.rpdb._driver_set_trace'")  # as by `ray.init`
     prompts, text = typed(kernel, "print('returned', in_ddp(0, g, 6))", "p x * 7", "c")
     assert "42\n" in text and "returned 7" in text
 
