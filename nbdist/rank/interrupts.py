@@ -15,7 +15,7 @@ from typing import Any
 from ..system.interrupts import accept_nudges, defer, undivided_steps
 
 #: Seconds from one interrupt to the next, until one is noticed.
-_PAUSE = 0.05
+PAUSE = 0.05
 #: Seconds that one waits for the end of what it would leave by half, at most.
 _MOST = 30.0
 #: Seconds from one word about that to the next: the kernel has a little patience after each.
@@ -72,7 +72,7 @@ class Interrupts:
     def _repeat(self, block: int) -> None:
         main: Any = threading.main_thread().ident
         while True:
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
             with self._turning:
                 answered = not self.possible or self.block != block
                 if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, defer):  # fn's own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import os
@@ -27,6 +26,7 @@ from nbdist import Session
 from nbdist.numerics.alone import alone
 from nbdist.numerics.call import checked
 from nbdist.numerics.nan import active
+from nbdist.rank import interrupts as interrupts_module
 from nbdist.rank.interrupts import Interrupts
 
 #: A signal that Python handles between two of its steps, with a system call in between that does not end for it.
@@ -125,6 +125,7 @@ def interrupt_everywhere(contexts: Callable[[], AbstractContextManager[Any]]) ->
     kernels, interrupts = signal.getsignal(signal.SIGINT), Interrupts()
     before = Leftovers()
     interrupts.install()
+    interrupts_module.PAUSE = 0.002  # of this rank, which is the test's own
     try:
         for number in itertools.count():
             steps = itertools.count()
@@ -145,7 +146,6 @@ def interrupt_everywhere(contexts: Callable[[], AbstractContextManager[Any]]) ->
                     sys.setprofile(None)
             except KeyboardInterrupt:
                 interrupted = True
-            gc.collect()
             stayed = Leftovers().since(before)
             if stayed or not interrupted:
                 return number, stayed
