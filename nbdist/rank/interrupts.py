@@ -23,7 +23,7 @@ _WORD = 1.0
 #: What `torch.save` to an open file begins and ends with. torch's own destructor ends a file that was torn away between
 #: these, and the process with it where the file has been closed meanwhile.
 _OF_A_FILE = {"_open_zipfile_writer", "__init__", "__enter__", "__exit__"}
-#: Where `with` blocks, such as `torch.autocast`, begin and end: half of it would leave a mode switched on.
+#: Where other blocks of torch, such as `torch.autocast`, begin and end: half of it would leave a mode switched on.
 _OF_A_BLOCK = {"__enter__", "__exit__"}
 
 

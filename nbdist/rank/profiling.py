@@ -96,12 +96,13 @@ class _Window:
 
 @undivided_context
 def _profiled(skip: int, steps: int) -> Iterator[_Window]:
+    """Profile steps in the `with` block. All that switches the profiler on or off is undivided, here or in `step`."""
     window = _Window(skip, steps)
     with contextlib.closing(window), after_each_step(window.step):
         yield window
 
 
-@undivided_context
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Discard output to descriptor 2: the profiler reports its begin and end there, in C++."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -114,7 +115,7 @@ def _quiet() -> Iterator[None]:
         os.close(null)
 
 
-@undivided_context
+@contextlib.contextmanager
 def after_each_step(action: Callable[[], None]) -> Iterator[None]:
     """Call an action after each step of any optimizer of torch or fastai."""
     from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -96,7 +96,7 @@ def test_an_interrupt_while_settings_are_set_loses_none() -> None:
 
 
 class Leftovers:
-    """The hooks and functions that checks put into torch, to be compared with those before."""
+    """The hooks, functions and modes that blocks leave in torch, to be compared with those before."""
 
     def __init__(self) -> None:
         from torch._C import _distributed_c10d as c10d

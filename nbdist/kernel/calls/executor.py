@@ -159,9 +159,10 @@ class Executor(SessionRanks):
         try:
             return self._wait_for(group, waiting, raised)
         except BaseException as exc:
-            if waiting.begun:
+            if waiting.takes_interrupts:
                 raise
-            return self._wait_for(group, waiting, exc)
+            raised = exc
+        return self._wait_for(group, waiting, raised)
 
     def _wait_for(self, group: Group, waiting: Waiting, raised: BaseException | None) -> list[Any]:
         try:
@@ -169,7 +170,7 @@ class Executor(SessionRanks):
             group.underway = False
             return values
         except BaseException as exc:
-            if not waiting.begun:
+            if not waiting.takes_interrupts:
                 raise
             if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
                 exc.__cause__.inside = how_to_look_inside(self._keep_frames)

@@ -85,8 +85,8 @@ class Waiting:
         self._hangs = Hangs(group, self.pending)
         on_gpu = group.layout.devices[0] != "cpu"
         self._ending = Ending(timeout=timeout, on_gpu=on_gpu, patience=group.ranks.patience)
-        self.begun = False
-        """True once an interrupt is passed on to the ranks."""
+        self.takes_interrupts = False
+        """True once `wait` passes an interrupt on to the ranks."""
         self._listener: Listening | None = None
         self._begun: set[int] = set()
         self._quiet = contextlib.ExitStack()  # what makes exceptions of signal handlers go, once the call ends
@@ -111,7 +111,7 @@ class Waiting:
         try:
             while True:  # once more after an interrupt, which may come anywhere in the block
                 try:
-                    self.begun = True
+                    self.takes_interrupts = True
                     self._run(interrupted)
                     break
                 except BaseException as exc:
