@@ -39,9 +39,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Imported by the template. IPython: a fork server makes a shell of its own for ranks. What ipykernel brings along is
-#: for the kernel alone.
-MODULES = ("torch", "torch.distributed", "torch._dynamo", "numpy", "psutil", "threadpoolctl", "cloudpickle", "IPython")
+#: Imported by the template. IPython: a fork server makes a shell of its own for ranks, and shows their errors by
+#: stack_data. What ipykernel brings along is for the kernel alone.
+MODULES = (
+    *("torch", "torch.distributed", "torch._dynamo", "numpy", "psutil", "threadpoolctl", "cloudpickle"),
+    *("IPython", "stack_data"),
+)
 #: Imported by the second template, too.
 OF_TESTS = (
     "hypothesis",
@@ -52,7 +55,7 @@ OF_TESTS = (
     "torchmetrics",
     "fastai.collab",
     "ray",
-    "nbdist.kernel.launch",  # as conftest does, which nearly all tests import
+    *("nbdist.kernel.launch", "nbdist.server.server"),  # as nearly all tests and all servers do
 )
 #: Set while a template imports, as in nbdist's server: no thread may start, CUDA must not be initialized.
 WHILE_IMPORTED = {

@@ -62,14 +62,13 @@ class Assigned:
     def _find_shared(self) -> Iterator[Patch]:
         """Yield the objects of the user's own modules that a cell changes through a variable of its own, as after `from
         settings import RATES`."""
-        places = objects_of_own_modules()
-        if not places:
-            return
         main = main_namespace()
         changed = {chain[0]: None for chain in self._chains}
         # A method of a container changes it, most others change nothing.
         changed.update((root, None) for root in self._called if is_a(main.get(root), (dict, list, set)))
-        for value in [main[root] for root in changed if root in main]:
+        values = [main[root] for root in changed if root in main]
+        places = objects_of_own_modules() if values else {}
+        for value in values:
             for module, name in places.get(id(value), ()):
                 yield sys.modules[module], name, value
 

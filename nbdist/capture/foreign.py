@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import text_of
@@ -22,7 +22,7 @@ PLAIN: frozenset[type] = frozenset(
     | {types.GetSetDescriptorType, types.MemberDescriptorType}
 )
 
-_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+_NOTHING: types.MappingProxyType[str, Any] = types.MappingProxyType({})
 _dict_of_type: Any = type.__dict__["__dict__"]
 _said: set[str] = set()
 
@@ -35,7 +35,7 @@ def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
     return issubclass(type(obj), kinds)
 
 
-def contents(obj: Any) -> Mapping[str, Any]:
+def contents(obj: Any) -> dict[str, Any] | types.MappingProxyType[str, Any]:
     """Return `vars(obj)`, read without the object's own `__getattr__` and `__getattribute__`; empty if it has none."""
     if is_a(obj, type):
         found: Any = _dict_of_type.__get__(obj)
@@ -45,6 +45,12 @@ def contents(obj: Any) -> Mapping[str, Any]:
         except Exception:  # it has none, or a property of this name that raises
             return _NOTHING
     return found if is_a(found, (dict, types.MappingProxyType)) else _NOTHING
+
+
+def copied(obj: Any) -> dict[str, Any]:
+    """Return a copy of `contents(obj)`, which other threads may change. A loop over its items makes no objects, unlike
+    a list of the items: half a million of them would run the garbage collector."""
+    return contents(obj).copy()
 
 
 def text(obj: Any, name: str) -> str:

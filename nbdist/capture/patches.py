@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import re
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 from ..notebook.shell import shell
 from .assigned import NO_LIBRARIES, Assigned, Patch
-from .foreign import PLAIN, contents, is_a, text
+from .foreign import PLAIN, contents, copied, is_a, text
 from .names import importable
 from .need import main_namespace
 from .new_cells import NewCells
@@ -19,6 +20,8 @@ from .refusals import Refusals
 
 #: The attributes that name a class.
 _OF_A_CLASS = ("__module__", "__qualname__")
+#: Types of values in classes that hold nothing of the notebook's.
+_HOLD_NOTHING = PLAIN | {tuple, list, dict, set, frozenset, type, abc.ABCMeta}
 #: Code that may put something into a class or module. Assignments to `self` do not.
 _MAY_PATCH = re.compile(
     r"@patch|patch_to|setattr\(|_accessor\(|register_\w+|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE
@@ -68,17 +71,17 @@ def _search() -> Iterator[Patch]:
     main = main_namespace()
     for name, module in list(sys.modules.items()):
         if is_a(module, types.ModuleType) and name not in NO_LIBRARIES:
-            for attribute, value in list(contents(module).items()):
+            for attribute, value in copied(module).items():
                 if type(value) is types.FunctionType and value.__globals__ is main:
                     yield module, attribute, value
     for cls in classes():
         if text(cls, "__module__") != "__main__":
-            for name, value in list(contents(cls).items()):
+            for name, value in copied(cls).items():
                 kind = type(value)  # here, not in a function: there are half a million
                 if kind is types.FunctionType:
                     if value.__globals__ is main:
                         yield cls, name, value
-                elif kind not in PLAIN and _is_own(value, main):
+                elif kind not in _HOLD_NOTHING and _is_own(value, main):
                     yield cls, name, value
 
 

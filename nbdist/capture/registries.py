@@ -16,11 +16,11 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from .assigned import NO_LIBRARIES
-from .foreign import PLAIN, contents, is_a, text
+from .foreign import PLAIN, contents, copied, is_a, text
 from .names import importable
 from .need import main_namespace
 from .new_cells import NewCells
@@ -32,14 +32,21 @@ _CONTAINERS = frozenset([dict, list, set, collections.OrderedDict, collections.d
 #: Packages whose containers have their own way, are of the notebook's machinery, or hold what runs in this process.
 _NEVER = {"IPython", "ipykernel", "ipywidgets", "comm", "traitlets", "zmq", "tornado", __name__.partition(".")[0]}
 _NEVER |= {"warnings", "logging", "cloudpickle", "asyncio", "threading", "multiprocessing"}
+_NEVER |= {"_frozen_importlib", "_frozen_importlib_external"}
 #: Code that may put something into a registry.
 _MAY_REGISTER = re.compile(
     r"regist|\badd_|_hook\b|copyreg|implements|\bwrap\b|set_extension|\bconfigure\(|\.define\("
     r"|^\s*@(?!torch|functools|contextlib|dataclasses|abc|typing)\w+\.\w+\(",
     re.MULTILINE,
 )
+#: Types of values in containers that hold nothing of the notebook's.
+_HOLD_NOTHING = PLAIN | _CONTAINERS | {frozenset, range, re.Pattern, types.ModuleType, types.MethodDescriptorType}
 _FUNCTION = re.compile(r"^ *(?:async )?def (\w+)", re.MULTILINE)
 _MISSING = object()
+#: Returns 0 for a type whose instances have no `__dict__`.
+_dict_offset = type.__dict__["__dictoffset__"].__get__
+#: Types of most of what is in modules, and is no registry.
+_CODE = frozenset({type, abc.ABCMeta, types.ModuleType})
 #: Objects in modules that are no registries: those with weak references are caches.
 _NO_REGISTRIES = (type, types.ModuleType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 #: Where `torch.fx.wrap` keeps the names of functions that a trace calls, each with the id of its namespace.
@@ -216,23 +223,32 @@ def _can_import(package: str) -> bool:
 
 def _of_owner(owner: Any, main: dict[str, Any], seen: set[int], names: set[str]) -> Iterator[Entry]:
     in_module = is_a(owner, types.ModuleType)
-    for name, found in list(contents(owner).items()):
+    if not in_module and _CONTAINERS.isdisjoint(map(type, contents(owner).values())):
+        return  # as in most classes
+    for name, found in copied(owner).items():
         kind = type(found)
-        if kind in PLAIN or id(found) in seen:
+        if kind in PLAIN or kind in _CODE or id(found) in seen:
             continue
         if kind in _CONTAINERS:
             seen.add(id(found))  # those with two underscores are `__all__` and Python's own
             yield from _of_container(owner, name, found, main, set() if name.startswith("__") else names)
         elif kind is types.FunctionType:
-            registry = contents(found).get("registry") if in_module else None
-            if type(registry) is types.MappingProxyType and "register" in contents(found):
-                seen.add(id(found))
-                for cls, fn in list(registry.items()):
-                    if _is_of_notebook(cls, main) or _is_of_notebook(fn, main):
-                        yield Entry(owner, name, cls, fn)
-        elif in_module and not issubclass(kind, _NO_REGISTRIES) and _package(kind) not in _NEVER:
+            if in_module and found.__closure__:  # as each function under `singledispatch` has
+                yield from _of_function(owner, name, found, main, seen)
+        elif in_module and _dict_offset(kind) and not issubclass(kind, _NO_REGISTRIES) and _package(kind) not in _NEVER:
             seen.add(id(found))
-            yield from _of_object(owner, name, found, main, names)
+            if not _CONTAINERS.isdisjoint(map(type, contents(found).values())):
+                yield from _of_object(owner, name, found, main, names)
+
+
+def _of_function(owner: Any, name: str, found: Any, main: dict[str, Any], seen: set[int]) -> Iterator[Entry]:
+    """Yield the entries of a function under `singledispatch`."""
+    registry = contents(found).get("registry")
+    if type(registry) is types.MappingProxyType and "register" in contents(found):
+        seen.add(id(found))
+        for cls, fn in list(registry.items()):
+            if _is_of_notebook(cls, main) or _is_of_notebook(fn, main):
+                yield Entry(owner, name, cls, fn)
 
 
 def _of_object(owner: Any, name: str, found: Any, main: dict[str, Any], names: set[str]) -> Iterator[Entry]:
@@ -252,13 +268,16 @@ def _of_object(owner: Any, name: str, found: Any, main: dict[str, Any], names: s
 
 
 def _of_container(owner: Any, name: str, container: Any, main: dict[str, Any], names: set[str]) -> Iterator[Entry]:
-    for key, value in _items(container):
+    keys, values = _items(container)
+    if not names and _HOLD_NOTHING.issuperset(map(type, values)) and PLAIN.issuperset(map(type, keys)):
+        return  # as most containers
+    for key, value in zip(keys, values, strict=True):
         if type(key) is int:  # of handles: each process counts its own
             continue
-        own = type(value) not in PLAIN and (_is_own(value, main) or (key is not None and _has_own(value, main)))
+        own = type(value) not in _HOLD_NOTHING and (_is_own(value, main) or (key is not None and _has_own(value, main)))
         if own or (type(key) not in PLAIN and _is_own(key, main)):
             yield Entry(owner, name, key, value)
-        elif may_be(key, value, names):
+        elif names and may_be(key, value, names):
             yield Entry(owner, name, key, value, by_name=True)
 
 
@@ -275,14 +294,20 @@ def _of_abstract(cls: Any, main: dict[str, Any]) -> Iterator[Entry]:
             yield Entry(cls, "", None, registered)
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    return list(container.items()) if is_a(container, dict) else [(None, value) for value in list(container)]
+def _items(container: Any) -> tuple[Collection[Any], Collection[Any]]:
+    """Return the keys and the values of a container, as copies; None for each key of a list or a set."""
+    if is_a(container, dict):
+        found = dict(container)
+        return found.keys(), found.values()
+    values = list(container)
+    return [None] * len(values), values
 
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:
     """Return whether a value or key belongs to the notebook, or is a tuple that contains something of the notebook."""
     if issubclass(type(value), tuple):
-        return any(_is_of_notebook(part, main) for part in tuple.__iter__(value))
+        parts = tuple.__iter__(value)
+        return any(_is_of_notebook(part, main) for part in parts if type(part) not in PLAIN)
     return _is_of_notebook(value, main)
 
 
@@ -294,7 +319,7 @@ def _has_own(value: Any, main: dict[str, Any]) -> bool:
         held = [_inside(cell) for cell in value.__closure__ or ()]
     elif kind is functools.partial:
         held = [value.func, *value.args]
-    elif kind in _CONTAINERS or issubclass(kind, (type, types.ModuleType)):
+    elif kind in _CONTAINERS or not _dict_offset(kind) or issubclass(kind, (type, types.ModuleType)):
         return False
     else:
         held = list(contents(value).values())
