@@ -350,6 +350,12 @@ def test_frames_of_a_module_file(notebook: Kernel) -> None:
     assert re.search(r"mine\.py(:2,)? in broken\(\)", seen) and "----> 2     return [][1]" in seen
 
 
+def test_a_traceback_is_made_without_a_look_at_the_files_of_all_modules(notebook: Kernel) -> None:
+    notebook.ok(CELLS["files of modules"])
+    fails(notebook, "session.run(fails)", "ValueError")
+    assert int(notebook.ok("print(session.run(files) - before)\nsession.close()").text) < 50
+
+
 @pytest.mark.parametrize(
     ("code", "error"),
     [

@@ -164,7 +164,8 @@ class Settings:
             if not handlers and name in known and same(known[name], settings):  # a handler has the rank's own stream
                 continue
             logger = logging.getLogger(name)
-            logger.setLevel(level)
+            if level != logger.level:  # setting one clears the caches of all loggers
+                logger.setLevel(level)
             logger.disabled, logger.propagate = disabled, propagate
             before = own_filters(logger)
             logger.filters[:] = [*filters, *(one for one in logger.filters if one not in before)]

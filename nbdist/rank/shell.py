@@ -11,6 +11,7 @@ import builtins
 import sys
 import traceback
 import types
+from inspect import modulesbyfile
 from typing import Any
 
 from ..notebook.rank_widgets import connect_widgets
@@ -129,6 +130,10 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
     # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
     if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
         return []
+    for frame, _ in traceback.walk_tb(tb):  # or IPython compares each file with the files of all modules
+        name = frame.f_globals.get("__name__")
+        if isinstance(name, str):
+            modulesbyfile.setdefault(frame.f_code.co_filename, name)
     try:
         return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb, tb_offset=0))
     finally:

@@ -25,6 +25,22 @@ def f():
 in_ddp(1, f)
 
 
+# %% files of modules
+import inspect
+
+
+def files():
+    return len(inspect.modulesbyfile)
+
+
+def fails():
+    raise ValueError
+
+
+session = Session(1)
+before = session.run(files)
+
+
 # %% except clauses
 class Mine(ValueError):
     pass
