@@ -207,6 +207,21 @@ class Notebook:
     def until(self, number: int, text: str) -> None:
         assert poll(lambda: re.search(text, self.shown(number))), self.shown(number)
 
+    def answer(self, number: int, line: str) -> None:
+        """Type a line in the input box of a cell. If the page takes the box away meanwhile, type it in the next one."""
+        from playwright.sync_api import Error
+
+        boxes, echo = self.cell(number).locator(".jp-Stdin-input"), rf"\) +{re.escape(line)}\n"
+        while not re.search(echo, self.shown(number)):
+            if boxes.count():
+                with contextlib.suppress(Error):
+                    box = boxes.last.element_handle(timeout=1000)
+                    box.fill(line, timeout=1000)
+                    box.press("Enter", timeout=1000)
+                    there = poll(lambda box=box: not box.evaluate("one => one.isConnected"))
+                    assert there, f"the line was not taken: {self.shown(number)}"
+            time.sleep(0.05)
+
     def command(self, name: str) -> None:
         """Give a command, as its button does. Of two keys that belong together, the second may come too late."""
         self.page.evaluate("name => { window.jupyterapp.commands.execute(name) }", name)
