@@ -218,8 +218,8 @@ class Notebook:
                     box = boxes.last.element_handle(timeout=1000)
                     box.fill(line, timeout=1000)
                     box.press("Enter", timeout=1000)
-                    there = poll(lambda box=box: not box.evaluate("one => one.isConnected"))
-                    assert there, f"the line was not taken: {self.shown(number)}"
+                    taken = poll(lambda box=box: not box.evaluate("one => one.isConnected"))
+                    assert taken, f"the line was not taken: {self.shown(number)}"
             time.sleep(0.05)
 
     def command(self, name: str) -> None:
