@@ -212,15 +212,19 @@ class Notebook:
         from playwright.sync_api import Error
 
         boxes, echo = self.cell(number).locator(".jp-Stdin-input"), rf"\) +{re.escape(line)}\n"
-        while not re.search(echo, self.shown(number)):
-            if boxes.count():
-                with contextlib.suppress(Error):
-                    box = boxes.last.element_handle(timeout=1000)
-                    box.fill(line, timeout=1000)
-                    box.press("Enter", timeout=1000)
-                    taken = poll(lambda box=box: not box.evaluate("one => one.isConnected"))
-                    assert taken, f"the line was not taken: {self.shown(number)}"
-            time.sleep(0.05)
+
+        def typed() -> bool:
+            if re.search(echo, self.shown(number)):
+                return True
+            with contextlib.suppress(Error):
+                box = boxes.last.element_handle(timeout=1000)
+                box.fill(line, timeout=1000)
+                box.press("Enter", timeout=1000)
+                taken = poll(lambda: not box.evaluate("one => one.isConnected"))
+                assert taken, f"the line was not taken: {self.shown(number)}"
+            return False
+
+        assert poll(typed), self.shown(number)
 
     def command(self, name: str) -> None:
         """Give a command, as its button does. Of two keys that belong together, the second may come too late."""

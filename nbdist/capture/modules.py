@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..notebook.shell import after_each_cell, autoreloaded
 from ..system.source_files import is_of_environment
-from .foreign import PLAIN, contents, is_a
+from .foreign import PLAIN, contents, copied, is_a
 
 _CODE = (types.FunctionType, type, types.ModuleType)
 _PACKAGE = __name__.partition(".")[0]
@@ -84,7 +84,7 @@ def objects_of_own_modules() -> dict[int, list[tuple[str, str]]]:
     classes and modules are left out."""
     places: dict[int, list[tuple[str, str]]] = {}
     for module in own_sources():
-        for name, value in list(contents(sys.modules.get(module)).items()):
+        for name, value in copied(sys.modules.get(module)).items():
             if type(value) not in PLAIN and not is_a(value, _CODE) and not name.startswith("__"):
                 places.setdefault(id(value), []).append((module, name))
     return places

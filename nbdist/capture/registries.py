@@ -40,14 +40,14 @@ _MAY_REGISTER = re.compile(
     re.MULTILINE,
 )
 #: Types of values in containers that hold nothing of the notebook's.
-_HOLD_NOTHING = PLAIN | _CONTAINERS | {frozenset, range, re.Pattern, types.ModuleType, types.MethodDescriptorType}
+_HOLD_NOTHING = PLAIN | _CONTAINERS | {frozenset, range, re.Pattern, types.ModuleType}
 _FUNCTION = re.compile(r"^ *(?:async )?def (\w+)", re.MULTILINE)
 _MISSING = object()
 #: Returns 0 for a type whose instances have no `__dict__`.
 _dict_offset = type.__dict__["__dictoffset__"].__get__
-#: Types of most of what is in modules, and is no registry.
-_CODE = frozenset({type, abc.ABCMeta, types.ModuleType})
-#: Objects in modules that are no registries: those with weak references are caches.
+#: Types of most of what is in modules and classes, and is no registry.
+_USUAL = PLAIN | {type, abc.ABCMeta, types.ModuleType}
+#: Types of other objects in modules that are no registries, with derived types: those with weak references are caches.
 _NO_REGISTRIES = (type, types.ModuleType, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 #: Where `torch.fx.wrap` keeps the names of functions that a trace calls, each with the id of its namespace.
 _LEAVES = "_wrapped_fns_to_patch"
@@ -227,7 +227,7 @@ def _of_owner(owner: Any, main: dict[str, Any], seen: set[int], names: set[str])
         return  # as in most classes
     for name, found in copied(owner).items():
         kind = type(found)
-        if kind in PLAIN or kind in _CODE or id(found) in seen:
+        if kind in _USUAL or id(found) in seen:
             continue
         if kind in _CONTAINERS:
             seen.add(id(found))  # those with two underscores are `__all__` and Python's own
@@ -255,7 +255,7 @@ def _of_object(owner: Any, name: str, found: Any, main: dict[str, Any], names: s
     """Yield the entries in the containers of an object. One that replaces a default of its class is an option of the
     library, and all options of the object go with it."""
     defaults = contents(type(found))
-    for inner, value in list(contents(found).items()):
+    for inner, value in copied(found).items():
         if type(value) not in _CONTAINERS or value is main:
             continue
         if entries := [*_of_container(owner, f"{name}.{inner}", value, main, names)]:
@@ -319,7 +319,7 @@ def _has_own(value: Any, main: dict[str, Any]) -> bool:
         held = [_inside(cell) for cell in value.__closure__ or ()]
     elif kind is functools.partial:
         held = [value.func, *value.args]
-    elif kind in _CONTAINERS or not _dict_offset(kind) or issubclass(kind, (type, types.ModuleType)):
+    elif not _dict_offset(kind) or issubclass(kind, (type, types.ModuleType)):
         return False
     else:
         held = list(contents(value).values())

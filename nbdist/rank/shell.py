@@ -128,9 +128,10 @@ def show(value: Any) -> None:
 def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
     """Return the traceback as the notebook would show it, or an empty list without a notebook."""
     # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
-    if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
+    frames = [frame for frame, _ in traceback.walk_tb(tb)]
+    if _shell is None or len(frames) > 100:
         return []
-    for frame, _ in traceback.walk_tb(tb):  # or IPython compares each file with the files of all modules
+    for frame in frames:  # or IPython compares each file with the files of all modules
         name = frame.f_globals.get("__name__")
         if isinstance(name, str):
             modulesbyfile.setdefault(frame.f_code.co_filename, name)
