@@ -61,8 +61,10 @@ $(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: $(DEMO_STAMP)
 	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
-# Four files of tests at a time on two cores, for many wait.
-PYTEST := $(PY) -m pytest -q -n 4 --dist loadfile
+# Four files of tests at a time on two cores, for many wait. They find nbdist in a folder of installed packages, as users
+# do: what is imported from anywhere else, each rank imports for itself.
+SITE := $(CURDIR)/build/site-packages
+PYTEST := mkdir -p $(SITE) && ln -sfn ../../nbdist $(SITE)/nbdist && PYTHONPATH=$(SITE) $(PY) -m pytest -q -n 4 --dist loadfile
 
 test: lint
 	@$(PYTEST) -m "not long" $(PYTEST_ARGS)

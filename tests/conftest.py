@@ -52,6 +52,17 @@ gc.disable()  # imports take a fifth less
 def pytest_collection_finish() -> None:
     """Leave what imports have made out of garbage collections: many tests ask for one, of a second each."""
     gc.enable()
+    _freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_of_a_file_are_frozen() -> Iterator[None]:
+    """Leave out of later files' garbage collections, too, what the tests of a file have imported."""
+    yield
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 
@@ -360,6 +371,7 @@ class Kernel:
         self.manager = KernelManager(transport="ipc", ip=os.path.join(self._sockets.name, "kernel"))
         # Not the installed kernelspec: the interpreter that runs the tests.
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        command.append("--HistoryManager.hist_file=:memory:")
         self.manager.kernel_spec.argv = [*(wrapper or []), *command]
         path = os.pathsep.join(filter(None, [site_packages(), os.environ.get("PYTHONPATH")]))
         self.environ = environ = {**os.environ, "PYTHONPATH": path, **(env or {})}

@@ -3,10 +3,11 @@
 A template process imports what nearly every kernel, script and fork server imports, and starts no thread. `install`
 replaces `subprocess.Popen`: where a program of this interpreter is to start, the template forks it. The program becomes
 a child of the process that asked, with the descriptors, folder, environment and command line asked for, and runs the
-code that a fresh interpreter runs. A program first forks a child of its own, which waits. When nbdist starts its fork
-server in the program, that child becomes the server. The keeper of a named session has such a child, too. The fork
-servers of the tests' own processes come from a second template, with what tests import besides: a rank imports the file
-of the test whose functions it runs. Tests about a start are marked `started`.
+code that a fresh interpreter runs. All programs but kernels forget what only kernels import. A program first forks a
+child of its own, which waits. When nbdist starts its fork server in the program, that child becomes the server. The
+keeper of a named session has such a child, too. The fork servers of the tests' own processes come from a second
+template, with what tests import besides: a rank imports the file of the test whose functions it runs. Tests about a
+start are marked `started`.
 
 pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
 imported once for all workers. A fork of each worker is its own second template. A program with the variable `FORKS`,
@@ -40,11 +41,15 @@ from pathlib import Path
 from typing import Any
 
 #: Imported by the template. IPython: a fork server makes a shell of its own for ranks, and shows their errors by
-#: stack_data. What ipykernel brings along is for the kernel alone.
+#: stack_data.
 MODULES = (
     *("torch", "torch.distributed", "torch._dynamo", "numpy", "psutil", "threadpoolctl", "cloudpickle"),
     *("IPython", "stack_data"),
 )
+#: Imported by the template of programs, too: what a kernel and a fork server import when they start.
+OF_PROGRAMS = "ipykernel.kernelapp", "ipykernel.debugger", "nbdist.server.server"
+#: Beginnings of the names of modules that only kernels import. All other programs forget them.
+_OF_KERNELS = "ipykernel", "comm", "debugpy", "jupyter_c", "pydev", "_pydev", "tornado", "zmq"
 #: Imported by the second template, too.
 OF_TESTS = (
     "hypothesis",
@@ -62,6 +67,7 @@ WHILE_IMPORTED = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a kernel's advice about frozen modules is for its log
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
 READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
@@ -185,7 +191,7 @@ class Template:
             code = "import sys; from warm import main; main(*sys.argv[1:-1])"
             process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), *modules, " " * _SHOWN],
-                env={**os.environ, "PYTHONPATH": _HERE},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([_HERE, os.environ.get("PYTHONPATH", "")])},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -245,7 +251,7 @@ class Templates:
                 return self._of_servers.launch(request, fds)
             if self._of_programs is None:
                 with all_started():
-                    self._of_programs = Template.started(*MODULES)
+                    self._of_programs = Template.started(*MODULES, *OF_PROGRAMS)
             return self._of_programs.launch(request, fds)
 
     def descriptors(self) -> int:
@@ -304,7 +310,20 @@ def main(fd: str, *modules: str) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.collect()
     gc.freeze()
-    _serve(socket.socket(fileno=int(fd)), [path for path in sys.path if path not in ("", _HERE)])
+    asked = ["", *os.environ["PYTHONPATH"].split(os.pathsep)]
+    _serve(socket.socket(fileno=int(fd)), [path for path in sys.path if path not in asked])
+
+
+def _forget(*beginnings: str) -> None:
+    """Make this process import modules whose names begin so again, when it needs them."""
+    for name in [name for name in sys.modules if name.startswith(beginnings)]:
+        del sys.modules[name]
+
+
+def _same_nbdist() -> bool:
+    """Return whether this process has imported the nbdist that it would import now."""
+    there, here = importlib.machinery.PathFinder.find_spec("nbdist", sys.path), sys.modules.get("nbdist")
+    return there is not None and here is not None and there.origin == here.__file__
 
 
 def _serve(control: socket.socket, paths: list[str]) -> None:
@@ -400,10 +419,15 @@ def _run_keeper(command: list[str], paths: list[str]) -> None:
     except _Became as became:
         asked = became.asked
     # Not in the block above: exceptions of ranks would have the handled one as their context.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "nbdist"]:
-        del sys.modules[name]
     _become(asked, paths)
     _run(asked["command"])
+
+
+def _prepare_server() -> None:
+    """Leave out what a fork server does about its memory for the sake of long trainings: two tenths of a second."""
+    memory, loop = map(importlib.import_module, ("nbdist.server.memory", "nbdist.server.server"))
+    memory.inflate_object_count = lambda count: None  # type: ignore[attr-defined]
+    loop.huge_pages = list  # type: ignore[attr-defined]
 
 
 def _take(given: Sequence[int], wanted: Sequence[int], *kept: int) -> None:
@@ -441,8 +465,14 @@ def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
         stream = io.TextIOWrapper(raw, sys.stdout.encoding, errors, line_buffering=by_line, write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    if "ipykernel" in sys.modules and "ipykernel_launcher" not in asked["command"]:
+        _forget(*_OF_KERNELS)
+    if asked["kind"] not in _OF_SECOND or not _same_nbdist():
+        _forget("nbdist")
     importlib.invalidate_caches()
     sys.modules["numpy"].random.seed()
+    if asked["kind"] == "server":
+        _prepare_server()
     sys.modules.pop(__name__, None)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
+from typing import Any
 
 _COLLAPSE = 25
 """MADV_COLLAPSE, which Python has no name for."""
@@ -22,7 +24,12 @@ def gather(start: int, size: int) -> None:
     """
     if sys.platform != "linux":
         return
+    within = start % mmap.PAGESIZE
+    _madvise()(start - within, size + within, _COLLAPSE)
+
+
+@functools.cache
+def _madvise() -> Any:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    within = start % mmap.PAGESIZE
-    madvise(start - within, size + within, _COLLAPSE)
+    return madvise
