@@ -213,7 +213,7 @@ $(STAMP) $(DEMO_STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	            -c constraints.txt $(WANTED) 2>&1 | tee -a $(LOG) | $(TELL); } \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@# uv compiles nothing. Otherwise each of the first processes would compile torch and fastai, all at once.
-	@[ -z "$(AFTER)" ] || $(@D)/bin/python -m compileall -q $$($(@D)/bin/python -c \
+	@[ -z "$(AFTER)" ] || $(@D)/bin/python -m compileall -q -x '/(tests|rllib|serve|tune)/' $$($(@D)/bin/python -c \
 	        'import sysconfig; print(*(sysconfig.get_path("purelib") + "/" + name for name in "$(COMPILED)".split()))') \
 	    >/dev/null 2>&1 </dev/null &
 	@$(@D)/bin/python -c 'import torchvision' >/dev/null 2>&1 || \

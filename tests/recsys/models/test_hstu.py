@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,7 +175,11 @@ def rows_to_serve(count: int, seed: int) -> pl.DataFrame:
     return pl.DataFrame(lists, schema=schema).with_columns(now=pl.col("times").list.last().fill_null(0) + 3_600)
 
 
-def exported(path: Path, timed: bool, backend: str) -> tuple[Workflow, HSTU, Ensemble]:
+@pytest.fixture(scope="module", params=[True, False], ids=["timed", "untimed"])
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Workflow, HSTU, Ensemble]:
+    timed = request.param
     torch.manual_seed(0)
     workflow = Workflow(Categorify("history")).fit(rows_to_serve(150, 1), progress=False)
     size = workflow.vocabularies["history"].size
@@ -188,12 +191,12 @@ def exported(path: Path, timed: bool, backend: str) -> tuple[Workflow, HSTU, Ens
     ensemble = export_ensemble(
         workflow,
         model,
-        path,
+        tmp_path_factory.mktemp("repository"),
         "next",
         columns=columns,
         predict=lambda model, batch: model.query(batch),
         output="vector",
-        backend=backend,
+        backend="python",
         fill=False,
     )
     return workflow, model, ensemble
@@ -206,23 +209,21 @@ def queries(workflow: Workflow, model: HSTU, rows: pl.DataFrame) -> np.ndarray[A
 
 
 @pytest.mark.long("Triton: exports and a server")
-@pytest.mark.parametrize("timed", [True, False])
-def test_a_history_is_served(tmp_path: Path, timed: bool) -> None:
-    workflow, model, ensemble = exported(tmp_path, timed, "onnxruntime")
+def test_a_history_is_served(exported: tuple[Workflow, HSTU, Ensemble]) -> None:
+    workflow, model, ensemble = exported
     rows = rows_to_serve(150, 1)  # more rows, and longer lists, than an export tries
     assert rows["times"].list.min().min() < 0, "some times are before 1970"
-    session = onnxruntime.InferenceSession(tmp_path / "next_model" / "1" / "model.onnx")
-    asked = Preprocessing(tmp_path / "next_preprocess" / "1")(ensemble.request(rows))
+    session = onnxruntime.InferenceSession(ensemble.path / "next_model" / "1" / "model.onnx")
+    asked = Preprocessing(ensemble.path / "next_preprocess" / "1")(ensemble.request(rows))
     (answers,) = session.run(["vector"], asked)
     np.testing.assert_allclose(answers, queries(workflow, model, rows), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
 @pytest.mark.long("Triton: exports and a server")
-@pytest.mark.parametrize("timed", [True, False])
-def test_a_triton_server_answers_as_the_model(tmp_path: Path, timed: bool) -> None:
+def test_a_triton_server_answers_as_the_model(exported: tuple[Workflow, HSTU, Ensemble]) -> None:
     """Many rows and long histories, single rows, and requests that the server puts together."""
-    workflow, model, ensemble = exported(tmp_path, timed, "python")
+    workflow, model, ensemble = exported
 
     def inputs(rows: pl.DataFrame) -> list[Any]:
         found = []
@@ -231,7 +232,7 @@ def test_a_triton_server_answers_as_the_model(tmp_path: Path, timed: bool) -> No
             found[-1].set_data_from_numpy(array)
         return found
 
-    with serve(tmp_path) as server, tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+    with serve(ensemble.path) as server, tritonclient.grpc.InferenceServerClient(server.grpc) as client:
         for count in (1_000, 65, 64, 3, 1):
             rows = rows_to_serve(count, 10 + count)
             answers = client.infer("next", inputs(rows)).as_numpy("vector")
