@@ -48,8 +48,10 @@ MODULES = (
 )
 #: Imported by the template of programs, too: what a kernel and a fork server import when they start.
 OF_PROGRAMS = "ipykernel.kernelapp", "ipykernel.debugger", "nbdist.server.server"
-#: Beginnings of the names of modules that only kernels import. All other programs forget them.
-_OF_KERNELS = "ipykernel", "comm", "debugpy", "jupyter_c", "pydev", "_pydev", "tornado", "zmq"
+#: Beginnings of the names of modules that all programs but kernels forget, and those of them that a notebook's fork
+#: server forgets, too: it makes a shell of ipykernel's.
+_OF_DEBUGGER = "debugpy", "pydev", "_pydev"
+_OF_KERNELS = *_OF_DEBUGGER, "ipykernel", "comm", "jupyter_c", "tornado", "zmq"
 #: Imported by the second template, too.
 OF_TESTS = (
     "hypothesis",
@@ -424,7 +426,7 @@ def _run_keeper(command: list[str], paths: list[str]) -> None:
 
 
 def _prepare_server() -> None:
-    """Leave out what a fork server does about its memory for the sake of long trainings: two tenths of a second."""
+    """Leave out what a fork server does about its memory for the sake of long trainings: a tenth of a second of CPU."""
     memory, loop = map(importlib.import_module, ("nbdist.server.memory", "nbdist.server.server"))
     memory.inflate_object_count = lambda count: None  # type: ignore[attr-defined]
     loop.huge_pages = list  # type: ignore[attr-defined]
@@ -466,7 +468,8 @@ def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if "ipykernel" in sys.modules and "ipykernel_launcher" not in asked["command"]:
-        _forget(*_OF_KERNELS)
+        makes_shell = asked["kind"] == "server" and "notebook" in asked["command"]
+        _forget(*(_OF_DEBUGGER if makes_shell else _OF_KERNELS))
     if asked["kind"] not in _OF_SECOND or not _same_nbdist():
         _forget("nbdist")
     importlib.invalidate_caches()

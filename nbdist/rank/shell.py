@@ -11,6 +11,7 @@ import builtins
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from inspect import modulesbyfile
 from typing import Any
 
@@ -131,7 +132,8 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
     frames = [frame for frame, _ in traceback.walk_tb(tb)]
     if _shell is None or len(frames) > 100:
         return []
-    for frame in frames:  # or IPython compares each file with the files of all modules
+    earlier = [frame for one in _led_to(exc) for frame, _ in traceback.walk_tb(one.__traceback__)]
+    for frame in [*frames, *earlier]:  # or IPython compares each file with the files of all modules
         name = frame.f_globals.get("__name__")
         if isinstance(name, str):
             modulesbyfile.setdefault(frame.f_code.co_filename, name)
@@ -139,6 +141,16 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
         return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb, tb_offset=0))
     finally:
         _shell.InteractiveTB.tb = None  # or it would keep the frames, and all that they hold
+
+
+def _led_to(exc: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions that are shown before `exc`, because they led to it."""
+    shown = {id(exc)}
+    earlier = exc.__cause__ or exc.__context__
+    while earlier is not None and id(earlier) not in shown:
+        yield earlier
+        shown.add(id(earlier))
+        earlier = earlier.__cause__ or earlier.__context__
 
 
 #: IPython's class, which comes after these: IPython is imported where there is a notebook only.
