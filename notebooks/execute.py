@@ -63,6 +63,7 @@ class Runner(NotebookClient):
             notebook,
             km=AsyncKernelManager(kernel_spec_manager=ThisPython(), **address),
             timeout=None,
+            iopub_timeout=600,  # or what a busy machine has not read 4 s after the end of a cell is left out
             resources={"metadata": {"path": str(folder)}},
             on_notebook_start=self._start,
             on_notebook_complete=self._stop,

@@ -76,7 +76,7 @@ def test_a_notebook_that_a_program_runs(tmp_path: Path, monkeypatch: pytest.Monk
     """
     notebook = new_notebook(cells=[new_code_cell(cell) for cell in textwrap.dedent(cells).split("---\n")])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "", "language": "python"}
-    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, iopub_timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs: list[Any] = [output for cell in notebook.cells for output in cell.outputs]
     text = "".join(output.get("text", "") for output in outputs)
     assert [text.count(f"epoch {number}\n") for number in range(3)] == [1, 1, 1] and "trained\n" in text

@@ -802,7 +802,9 @@ def test_saved_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Training with fastai leaves a handful of ordinary outputs: the table, not every step of the bar."""
     monkeypatch.setenv("PYTHONPATH", ROOT)
     node = new_notebook(cells=[new_code_cell(CELLS["training with fastai"])])
-    client = NotebookClient(node, resources={"metadata": {"path": str(tmp_path)}}, kernel_name="python3")
+    # On a busy machine it would leave out what it has not read 4 s after the end of a cell.
+    about = {"iopub_timeout": 600, "resources": {"metadata": {"path": str(tmp_path)}}}
+    client = NotebookClient(node, kernel_name="python3", **about)
     client.create_kernel_manager().kernel_spec.argv[0] = sys.executable
     client.execute()
     nbformat.validate(node)

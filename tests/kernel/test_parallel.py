@@ -400,7 +400,7 @@ def test_workers_execute_notebooks(tmp_path: Path) -> None:
 
     def executed(number: int) -> str:
         cells = [nbformat.v4.new_code_cell(f"number = {number}"), nbformat.v4.new_code_cell("print(10 * number)")]
-        client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=None)
+        client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=None, iopub_timeout=600)
         return str(client.execute(cwd=str(tmp_path)).cells[-1].outputs[0]["text"])
 
     assert parallel_map(executed, [1, 2], 2, progress=False) == ["10\n", "20\n"]
