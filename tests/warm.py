@@ -48,8 +48,8 @@ MODULES = (
 )
 #: Imported by the template of programs, too: what a kernel and a fork server import when they start.
 OF_PROGRAMS = "ipykernel.kernelapp", "ipykernel.debugger", "nbdist.server.server"
-#: Beginnings of the names of modules that all programs but kernels forget, and those of them that a notebook's fork
-#: server forgets, too: it makes a shell of ipykernel's.
+#: Beginnings of the names of modules that all programs but kernels forget. A notebook's fork server forgets only the
+#: debugger's modules: it makes a shell of ipykernel's.
 _OF_DEBUGGER = "debugpy", "pydev", "_pydev"
 _OF_KERNELS = *_OF_DEBUGGER, "ipykernel", "comm", "jupyter_c", "tornado", "zmq"
 #: Imported by the second template, too.
