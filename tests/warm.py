@@ -312,8 +312,8 @@ def main(fd: str, *modules: str) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     gc.collect()
     gc.freeze()
-    asked = ["", *os.environ["PYTHONPATH"].split(os.pathsep)]
-    _serve(socket.socket(fileno=int(fd)), [path for path in sys.path if path not in asked])
+    own = ["", *os.environ["PYTHONPATH"].split(os.pathsep)]
+    _serve(socket.socket(fileno=int(fd)), [path for path in sys.path if path not in own])
 
 
 def _forget(*beginnings: str) -> None:
@@ -421,6 +421,7 @@ def _run_keeper(command: list[str], paths: list[str]) -> None:
     except _Became as became:
         asked = became.asked
     # Not in the block above: exceptions of ranks would have the handled one as their context.
+    _forget("nbdist")  # what the keeper has done with it is not the server's
     _become(asked, paths)
     _run(asked["command"])
 

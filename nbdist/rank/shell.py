@@ -129,11 +129,10 @@ def show(value: Any) -> None:
 def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
     """Return the traceback as the notebook would show it, or an empty list without a notebook."""
     # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
-    frames = [frame for frame, _ in traceback.walk_tb(tb)]
-    if _shell is None or len(frames) > 100:
+    if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
         return []
-    earlier = [frame for one in _led_to(exc) for frame, _ in traceback.walk_tb(one.__traceback__)]
-    for frame in [*frames, *earlier]:  # or IPython compares each file with the files of all modules
+    frames = [frame for one in _chain(exc) for frame, _ in traceback.walk_tb(one.__traceback__)]
+    for frame in frames:  # or IPython compares each file with the files of all modules
         name = frame.f_globals.get("__name__")
         if isinstance(name, str):
             modulesbyfile.setdefault(frame.f_code.co_filename, name)
@@ -143,14 +142,13 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
         _shell.InteractiveTB.tb = None  # or it would keep the frames, and all that they hold
 
 
-def _led_to(exc: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions that are shown before `exc`, because they led to it."""
-    shown = {id(exc)}
-    earlier = exc.__cause__ or exc.__context__
-    while earlier is not None and id(earlier) not in shown:
-        yield earlier
-        shown.add(id(earlier))
-        earlier = earlier.__cause__ or earlier.__context__
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    """Yield `exc`, and the exceptions that are shown with it, because they led to it."""
+    seen: set[int] = set()
+    while exc is not None and id(exc) not in seen:
+        yield exc
+        seen.add(id(exc))
+        exc = exc.__context__ if exc.__cause__ is None else exc.__cause__
 
 
 #: IPython's class, which comes after these: IPython is imported where there is a notebook only.
