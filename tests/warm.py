@@ -12,6 +12,10 @@ start are marked `started`.
 pytest-xdist's workers are forked from the second template of the process that starts them: what tests import is
 imported once for all workers. A fork of each worker is its own second template. A program with the variable `FORKS`,
 such as a Jupyter server, has a fork for a template, too: the kernels that it starts are forked from that.
+
+The workers of a Ray node that tests start are forked, too. A fork that is to become the raylet first forks a template
+of its workers. The template is a child of the raylet, so its forks are, too. Where the raylet would start a worker, it
+starts `warm_worker.py`, which asks the template for the worker and ends.
 """
 
 from __future__ import annotations
@@ -88,6 +92,9 @@ _WITH_ARGUMENT = "-c", "-m"
 _WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 #: Kinds of program that the second template forks.
 _OF_SECOND = {"server", "worker"}
+#: What a raylet starts in place of a worker; and the beginning of the option that says what it starts.
+_SHIM = os.path.join(_HERE, "warm_worker.py")
+_WORKERS = f"--python_worker_command={sys.executable} "
 _started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
@@ -133,26 +140,32 @@ class Popen(_started_popen):
 def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     """Describe what a fork has to become; None where the program has to be started."""
     command = asked["args"]
-    if isinstance(command, (str, bytes, os.PathLike)) or asked["shell"] or asked["preexec_fn"] is not None:
+    if isinstance(command, (str, bytes, os.PathLike)) or asked["shell"]:
         return None
     command, flags = [os.fsdecode(part) for part in command], subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    raylet = os.path.basename(command[0]) == "raylet"
+    if asked["preexec_fn"] is not None and not raylet:  # a raylet's only blocks an interrupt
+        return None
     if flags and command[1 : 1 + len(flags)] == flags:  # the template has the same flags
         del command[1 : 1 + len(flags)]
     if unbuffered := command[1:2] == ["-u"]:
         del command[1]
     plain = asked["executable"] in (None, sys.executable) and asked.get("process_group", -1) in (-1, None)
     plain &= all(asked[name] in (None, -1) for name in ("gid", "gids", "uid", "umask"))
-    if not plain or command[0] != sys.executable or len(command) < 2:
+    if not plain or (command[0] != sys.executable and not raylet) or len(command) < 2:
         return None
-    if command[1].startswith("-") and (command[1] not in _WITH_ARGUMENT or len(command) < 3):
+    if command[1].startswith("-") and not raylet and (command[1] not in _WITH_ARGUMENT or len(command) < 3):
         return None
     if command[1:3] == ["-m", "pytest"]:  # which has a template of its own
         return None
     environ = dict(os.environ if asked["env"] is None else asked["env"])
     environ = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
+    # Ray gives a raylet an allocator, which the raylet does not pass on to its workers.
+    passed_on = {name: environ[name] for name in environ if not raylet or name != "LD_PRELOAD"}
     return {
         "command": command,
         "environ": environ,
+        "read_once": read_once(passed_on),
         "cwd": os.fspath(asked["cwd"] or os.getcwd()),
         "fds": [0, 1, 2, *asked["pass_fds"]],
         "session": bool(asked["start_new_session"]),
@@ -163,10 +176,12 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _kind(command: list[str], environ: Mapping[str, str]) -> str:
-    """Return what a program is for the templates: `server`, `keeper`, `template`, `worker`, `host` of programs, or
-    `program`."""
+    """Return what a program is for the templates: `server`, `keeper`, `template`, `worker`, `raylet`, `host` of
+    programs, or `program`."""
     if command[1:] == _WORKER:
         return "worker"
+    if command[0] != sys.executable:
+        return "raylet"
     if FORKS in environ and FORKS not in os.environ:
         return "host"
     parts = {"nbdist.server.main": "server", "nbdist.keeper.main": "keeper", "from warm import": "template"}
@@ -202,7 +217,7 @@ class Template:
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         """Fork a program; its process id, None where that would not be the same as a start."""
-        if os.getpid() != self._owner or read_once(request["environ"]) != self._environ:
+        if os.getpid() != self._owner or request["read_once"] != self._environ:
             return None
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the fork's parent ends at once
         try:
@@ -217,16 +232,16 @@ class Template:
 
 
 class Waiting:
-    """A child of a forked program, which becomes its first fork server."""
+    """A child of a forked program, which becomes its first fork server, or its raylet."""
 
     def __init__(self, pid: int, control: socket.socket, environ: Mapping[str, str]) -> None:
         self._pid, self._socket, self._owner = pid, control, os.getpid()
         self._environ = dict(environ)
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
-        """Make the child the program's server, once."""
-        same = read_once(request["environ"]) == read_once(self._environ)
-        if request["kind"] != "server" or os.getpid() != self._owner or not same:
+        """Make the child what is asked for, once."""
+        same = request["read_once"] == read_once(self._environ)
+        if request["kind"] not in ("server", "raylet") or os.getpid() != self._owner or not same:
             return None
         global _source
         _source = None
@@ -281,9 +296,9 @@ def installed() -> Iterator[Templates]:
 
 def _replace_popen() -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
-    launcher = sys.modules.get("jupyter_client.launcher")
-    if launcher is not None:
-        launcher.Popen = Popen  # type: ignore[attr-defined]
+    for module, name in {"jupyter_client.launcher": "Popen", "ray._private.services": "ConsolePopen"}.items():
+        if module in sys.modules:
+            setattr(sys.modules[module], name, Popen)
 
 
 @contextlib.contextmanager
@@ -334,7 +349,9 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTSTP, signal.SIGQUIT):  # of a terminal
         signal.signal(number, signal.SIG_IGN)
-    control.send(b"!")
+    answers = control.type == socket.SOCK_SEQPACKET
+    if answers:
+        control.send(b"!")
     while True:
         request, given, _, _ = socket.recv_fds(control, _LIMIT, 64)
         if not request:
@@ -347,15 +364,24 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
     if os.fork():
         os._exit(0)
     while os.getppid() != asked["asker"]:
+        if not os.path.exists(f"/proc/{asked['asker']}"):
+            os._exit(0)
         time.sleep(0.0005)
     if asked["session"]:
         os.setsid()
-    control.send(str(os.getpid()).encode())
+    if answers:
+        control.send(str(os.getpid()).encode())
+    else:
+        os.setpgid(0, asked["group"])  # which the raylet ends when the worker has ended
+        os.close(given.pop())  # so the one who asked ends
     control.close()
     if asked["kind"] in ("worker", "host"):
         _run_with_template(asked, given, paths)
         return
     _take(given, asked["fds"])
+    if asked["kind"] == "raylet":
+        _run_raylet(asked, paths)
+        return
     if asked["kind"] == "keeper":
         _become(asked, paths)
         _run_keeper(asked["command"], paths)
@@ -365,6 +391,9 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         _run(asked["command"])
         return
     asked = _fork_waiting(asked["environ"]) or asked
+    if asked["kind"] == "raylet":
+        _run_raylet(asked, paths)
+        return
     _become(asked, paths)
     _run(asked["command"])
 
@@ -392,6 +421,28 @@ def _run_with_template(asked: Mapping[str, Any], given: Sequence[int], paths: li
         _source = found
         _replace_popen()
     _run(asked["command"])
+
+
+def _run_raylet(asked: Mapping[str, Any], paths: list[str]) -> None:
+    """Become a raylet. A fork of this process, the raylet's child, is the template of its workers."""
+    raylet = os.getpid()
+    address = f"nbdist-tests-{raylet}"
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    control.bind(f"\0{address}")
+    if not os.fork():
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != raylet:
+            os._exit(0)
+        _serve(control, paths)
+        return
+    control.close()
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # which stays so in the raylet
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTSTP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.chdir(asked["cwd"])
+    shim = f"{_WORKERS}-IS {_SHIM} {address} "
+    os.execve(asked["command"][0], [part.replace(_WORKERS, shim) for part in asked["command"]], asked["environ"])
 
 
 class _Became(BaseException):

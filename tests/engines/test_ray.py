@@ -377,10 +377,11 @@ def test_a_press_while_ranks_come_or_go_gives_their_room_back(
 
 @pytest.fixture
 def own_cluster() -> Iterator[Any]:
-    """A cluster that a test may ruin, with a port for clients."""
+    """A cluster that a test may ruin, with a port for clients. Ray gives its head up after 15 seconds, not 60."""
     [port] = free_ports(1)
+    patience = {"gcs_rpc_server_reconnect_timeout_s": 15}
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        cluster = start_cluster(folder, ray_client_server_port=port)
+        cluster = start_cluster(folder, ray_client_server_port=port, _system_config=patience)
         cluster.client = f"ray://127.0.0.1:{port}"
         try:
             yield cluster
@@ -576,6 +577,7 @@ def test_the_next_call_finds_the_room_and_the_processes_of_the_last(ray_cluster:
     assert poll(lambda: free_cpus(ray_cluster) == 8.0)
 
 
+@pytest.mark.started  # a forked worker of Ray has no title
 def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     process.release()
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # who finds it, finds it on the loopback interface
