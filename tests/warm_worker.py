@@ -21,7 +21,7 @@ request = {
     "fds": [0, 1, 2],
     "session": False,
     "kind": "program",
-    "unbuffered": False,
+    "unbuffered": bool(os.environ.get("PYTHONUNBUFFERED")),
     "asker": os.getppid(),
     "group": os.getpgrp(),
 }
