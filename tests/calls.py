@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,16 @@ def remember(value: int) -> list[int]:
 
     __main__.kept = [*getattr(__main__, "kept", []), value]
     return [os.getpid(), *__main__.kept]
+
+
+def meet(folder: Path) -> None:
+    """Return when all ranks have come here; each leaves a file in `folder`, which is empty before.
+
+    A rank may leave `dist.barrier` while others are in it. If that rank fails then, gloo may keep the others waiting.
+    """
+    (folder / str(dist.get_rank())).touch()
+    while len(os.listdir(folder)) < dist.get_world_size():
+        time.sleep(0.01)
 
 
 def on(rank: int, action: Callable[[], Any], otherwise: Callable[[], Any] = sums) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from calls import meet
 from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, Result
 from hypothesis import given
@@ -247,10 +248,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_AFTER_FAILURE", 10_000.0)
 
 
-def test_the_first_failure_and_the_others(patient: None) -> None:
+def test_the_first_failure_and_the_others(patient: None, tmp_path: Path) -> None:
     def f() -> None:
         try:
-            dist.barrier()
+            meet(tmp_path)
             if dist.get_rank() == 1:
                 raise LookupError("boom\nmore")
             if dist.get_rank() == 2:
@@ -268,10 +269,10 @@ def test_the_first_failure_and_the_others(patient: None) -> None:
     assert cause.others == ["also failed: rank 0: OSError: while leaving"]
 
 
-def test_other_failures_are_listed_in_the_order_of_the_ranks(patient: None) -> None:
+def test_other_failures_are_listed_in_the_order_of_the_ranks(patient: None, tmp_path: Path) -> None:
     def f() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        dist.barrier()
+        meet(tmp_path)
         time.sleep(0.05 * (dist.get_world_size() - dist.get_rank()))  # the last one first
         if dist.get_rank() == 2:
             os._exit(3)
