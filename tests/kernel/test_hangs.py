@@ -510,6 +510,31 @@ def test_a_hang_is_named(
     assert session.run_all(dist.get_rank) == [0, 1, 2]
 
 
+@pytest.mark.long("waits for one verdict after the other")
+def test_a_rank_that_reads_its_flight_recorder_late(
+    asked: list[Verdict | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: the third answer after the request does not have the collectives either."""
+    requested: list[Any] = []
+    with Session(RANKS, **OPTIONS) as session:  # type: ignore[arg-type]
+        session.run(dist.barrier)
+        ranks: Any = executor_of(session).group.ranks  # type: ignore[union-attr]
+        read, stacks = ranks.read_flight_recorders, ranks.stacks
+
+        def answers(which: Any) -> Any:
+            if requested:
+                requested.append(None)
+            if len(requested) == 5:
+                read(requested[0])
+            return stacks(which)
+
+        monkeypatch.setattr(ranks, "read_flight_recorders", requested.append)
+        monkeypatch.setattr(ranks, "stacks", answers)
+        with pytest.raises(RankStuck, match="rank 0 stands in its [0-9]+th, broadcast of 3 int32"):
+            session.run(steps_of_ddp)
+    assert len(asked) == 1 and len(requested) >= 5
+
+
 def a_lock_that_is_tried_again_and_again(path: str) -> None:
     from filelock import FileLock  # torch needs it
 

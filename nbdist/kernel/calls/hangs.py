@@ -20,8 +20,9 @@ LOOK_EVERY, QUIET = 2.0, 8.0
 ASK_EVERY, ASK_RARELY = 4.0, 10.0
 #: The largest share of a core that an idle rank uses: gloo's threads poll 100 times a second.
 _IDLE = 0.05
-#: Seconds of CPU time in which a rank reads torch's flight recorder.
-_TO_READ_FLIGHTS = 1.0
+#: Seconds of CPU time in which a rank reads torch's flight recorder; seconds after which a verdict does without: ranks
+#: of a busy machine need a while, and a GPU may never answer.
+_TO_READ_FLIGHTS, _FLIGHTS_WITHIN = 1.0, 15.0
 #: Seconds of CPU time that the workers of a loader may use between two requests.
 _IDLE_WORKERS = 0.1
 
@@ -56,6 +57,7 @@ class Hangs:
         self._counts: list[int] = []
         self._looked = self._still = time.monotonic()
         self._ask_at = self._allowed = 0.0
+        self._flights_until: float | None = None
         self._asked = 0
         self._earlier: _Evidence | None = None
         self._over = group.recording is None or not os.path.exists("/proc/self/task")
@@ -70,20 +72,31 @@ class Hangs:
         if self._over or now < self._looked + LOOK_EVERY:
             return None
         if not self._idle(pending, now - self._looked):
-            self._still, self._earlier, self._asked = now, None, 0
+            self._still, self._earlier, self._asked, self._flights_until = now, None, 0, None
         self._looked = now
         if now < self._still + QUIET or now < self._ask_at:
             return None
         evidence = _Evidence(*observe(self._group, self._targets, pending, now, self._still))
-        if self._asked == 0 and needs_flights(evidence.standings):  # their next answers have them
-            self._group.ranks.read_flight_recorders(range(len(evidence.standings)))
-            self._allowed = _TO_READ_FLIGHTS
+        known = not self._reads_flights(evidence.standings, now)
         self._asked += 1
         self._ask_at = time.monotonic() + (ASK_EVERY if self._asked < 4 else ASK_RARELY)
         earlier, self._earlier = self._earlier, evidence
-        found = verdict(evidence.standings) if earlier is not None and evidence.is_as(earlier) else None
+        found = verdict(evidence.standings) if known and earlier is not None and evidence.is_as(earlier) else None
         self._over = found is not None
         return found
+
+    def _reads_flights(self, standings: Sequence[Standing], now: float) -> bool:
+        """Return whether a verdict needs collectives that ranks still read from their flight recorders. They begin when
+        this is asked first, and a later answer has the collectives."""
+        if not needs_flights(standings):
+            return False
+        if begins := self._flights_until is None:
+            self._group.ranks.read_flight_recorders(range(len(standings)))
+            self._flights_until = now + _FLIGHTS_WITHIN
+        reads = begins or (now < self._flights_until and any(one.flight is None for one in standings))
+        if reads:
+            self._allowed = _TO_READ_FLIGHTS
+        return reads
 
     def _idle(self, pending: Collection[int], seconds: float) -> bool:
         """Return whether no rank has used CPU time or begun a collective since the last look."""
