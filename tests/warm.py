@@ -143,8 +143,12 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(command, (str, bytes, os.PathLike)) or asked["shell"]:
         return None
     command, flags = [os.fsdecode(part) for part in command], subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    prepares, fate = asked["preexec_fn"], None
     raylet = os.path.basename(command[0]) == "raylet"
-    if asked["preexec_fn"] is not None and not raylet:  # a raylet's only blocks an interrupt
+    if raylet and prepares is not None:
+        # Beside that, the function of Ray blocks interrupts.
+        fate = inspect.getclosurevars(prepares).nonlocals.get("fate_share")
+    if prepares is not None and fate is None:
         return None
     if flags and command[1 : 1 + len(flags)] == flags:  # the template has the same flags
         del command[1 : 1 + len(flags)]
@@ -172,6 +176,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         "kind": _kind(command, environ),
         "unbuffered": unbuffered or bool(environ.get("PYTHONUNBUFFERED")),
         "asker": os.getpid(),
+        "ends_with_asker": bool(fate),
     }
 
 
@@ -436,7 +441,11 @@ def _run_raylet(asked: Mapping[str, Any], paths: list[str]) -> None:
         _serve(control, paths)
         return
     control.close()
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # which stays so in the raylet
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # this and the next stay so in the raylet
+    if asked["ends_with_asker"]:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != asked["asker"]:
+            os._exit(0)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTSTP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
