@@ -146,7 +146,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     prepares, fate = asked["preexec_fn"], None
     raylet = os.path.basename(command[0]) == "raylet"
     if raylet and prepares is not None:
-        # Beside that, the function of Ray blocks interrupts.
+        # This function of Ray also blocks interrupts.
         fate = inspect.getclosurevars(prepares).nonlocals.get("fate_share")
     if prepares is not None and fate is None:
         return None
