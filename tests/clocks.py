@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from nbdist import Session
 from nbdist.kernel.calls import ending
+
+
+def one_answered(session: Session) -> bool:
+    """Return whether of two ranks rank 1 has answered, and rank 0 has not."""
+    states = [row.split()[3] for row in str(session.status()).splitlines()[2:]]  # all are idle before the call is sent
+    return states == ["running", "idle"]
 
 
 class CallClock:

@@ -117,7 +117,8 @@ def test_status_and_a_future(notebook: Kernel) -> None:
 
 
 def test_a_timeout(notebook: Kernel) -> None:
-    notebook.ok(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\nfrom clocks import CallClock")
+    tests = str(Path(__file__).parent)
+    notebook.ok(f"import sys; sys.path.append({tests!r})\nfrom clocks import CallClock, one_answered")
     result = notebook.run(CELLS["a timeout"])
     assert result.error == "RankTimeout"
     assert "rank 0 waits in all_reduce at Cell In[" in result.message and "rank 1 has returned" in result.message

@@ -114,6 +114,14 @@ def read_once(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: found[name] for name in found.keys() - WITHOUT_EFFECT}
 
 
+def _read_once_by(request: Mapping[str, Any]) -> dict[str, str]:
+    """Return `read_once` of what is asked for."""
+    environ = request["environ"]
+    if request["kind"] == "raylet":  # Ray gives it an allocator, which it does not pass on to its workers
+        environ = {name: environ[name] for name in environ if name != "LD_PRELOAD"}
+    return read_once(environ)
+
+
 class Popen(_started_popen):
     """`subprocess.Popen`, but a program of this interpreter is forked where that makes no difference."""
 
@@ -164,12 +172,9 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     environ = dict(os.environ if asked["env"] is None else asked["env"])
     environ = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
-    # Ray gives a raylet an allocator, which the raylet does not pass on to its workers.
-    passed_on = {name: environ[name] for name in environ if not raylet or name != "LD_PRELOAD"}
     return {
         "command": command,
         "environ": environ,
-        "read_once": read_once(passed_on),
         "cwd": os.fspath(asked["cwd"] or os.getcwd()),
         "fds": [0, 1, 2, *asked["pass_fds"]],
         "session": bool(asked["start_new_session"]),
@@ -222,7 +227,7 @@ class Template:
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         """Fork a program; its process id, None where that would not be the same as a start."""
-        if os.getpid() != self._owner or request["read_once"] != self._environ:
+        if os.getpid() != self._owner or _read_once_by(request) != self._environ:
             return None
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the fork's parent ends at once
         try:
@@ -245,7 +250,7 @@ class Waiting:
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
         """Make the child what is asked for, once."""
-        same = request["read_once"] == read_once(self._environ)
+        same = _read_once_by(request) == read_once(self._environ)
         if request["kind"] not in ("server", "raylet") or os.getpid() != self._owner or not same:
             return None
         global _source
@@ -384,23 +389,16 @@ def _serve(control: socket.socket, paths: list[str]) -> None:
         _run_with_template(asked, given, paths)
         return
     _take(given, asked["fds"])
-    if asked["kind"] == "raylet":
-        _run_raylet(asked, paths)
-        return
-    if asked["kind"] == "keeper":
-        _become(asked, paths)
-        _run_keeper(asked["command"], paths)
-        return
-    if asked["kind"] != "program":
-        _become(asked, paths)
-        _run(asked["command"])
-        return
-    asked = _fork_waiting(asked["environ"]) or asked
+    if asked["kind"] == "program":
+        asked = _fork_waiting(asked["environ"]) or asked
     if asked["kind"] == "raylet":
         _run_raylet(asked, paths)
         return
     _become(asked, paths)
-    _run(asked["command"])
+    if asked["kind"] == "keeper":
+        _run_keeper(asked["command"], paths)
+    else:
+        _run(asked["command"])
 
 
 def _run_with_template(asked: Mapping[str, Any], given: Sequence[int], paths: list[str]) -> None:
@@ -435,23 +433,26 @@ def _run_raylet(asked: Mapping[str, Any], paths: list[str]) -> None:
     control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     control.bind(f"\0{address}")
     if not os.fork():
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != raylet:
-            os._exit(0)
+        _end_with(raylet)
         _serve(control, paths)
         return
     control.close()
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # this and the next stay so in the raylet
     if asked["ends_with_asker"]:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != asked["asker"]:
-            os._exit(0)
+        _end_with(asked["asker"])
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTSTP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.chdir(asked["cwd"])
     shim = f"{_WORKERS}-IS {_SHIM} {address} "
     os.execve(asked["command"][0], [part.replace(_WORKERS, shim) for part in asked["command"]], asked["environ"])
+
+
+def _end_with(parent: int) -> None:
+    """Make this process end when its parent ends; at once, if that has happened."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 class _Became(BaseException):
@@ -569,9 +570,7 @@ def _fork_waiting(environ: Mapping[str, str]) -> Any:
 
 def _wait_to_be_server(control: socket.socket, program: int) -> Any:
     """In the child that waits: return what it has to become."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # unless it is asked, it ends with the program
-    if os.getppid() != program:
-        os._exit(0)
+    _end_with(program)  # unless it is asked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # who reads what the program writes waits for the end of all who could write

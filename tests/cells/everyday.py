@@ -59,12 +59,8 @@ def waits():
         sums()
 
 
-def one_waits():
-    states = [row.split()[3] for row in str(session.status()).splitlines()[2:]]  # all are idle before the call is sent
-    return states == ["running", "idle"] and "rank 0 waits in" in session.stacks()
-
-
-with Session(2, timeout=1000) as session, CallClock(one_waits):
+there = CallClock(lambda: one_answered(session) and "rank 0 waits in" in session.stacks())
+with Session(2, timeout=1000) as session, there:
     session.run(waits)
 
 

@@ -12,7 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from clocks import CallClock
+from clocks import CallClock, one_answered
 
 from nbdist import Session, in_ddp
 
@@ -338,12 +338,8 @@ in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError("boom"))
 
 
 # %% timeout in a collective
-def one_waits():
-    states = [row.split()[3] for row in str(session.status()).splitlines()[2:]]  # all are idle before the call is sent
-    return states == ["running", "idle"] and "rank 0 waits in" in session.stacks()
-
-
-with Session(2, timeout=1000) as session, CallClock(one_waits):
+there = CallClock(lambda: one_answered(session) and "rank 0 waits in" in session.stacks())
+with Session(2, timeout=1000) as session, there:
     session.run(only(1, lambda: None, sums))
 
 

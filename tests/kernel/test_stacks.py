@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from clocks import CallClock
+from clocks import CallClock, one_answered
 from conftest import Kernel, living, poll, ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -374,7 +374,7 @@ def test_timeout_of_one_that_has_returned() -> None:
 
     with (
         Session(2, timeout=1000) as session,
-        CallClock(lambda: "idle" in str(session.status()) and says(session, "rank 0 is in in_c_code at")),
+        CallClock(lambda: one_answered(session) and says(session, "rank 0 is in in_c_code at")),
         pytest.raises(RankTimeout, match=r"rank 0 is in in_c_code at .*; rank 1 has returned"),
     ):
         session.run(one_returns)
