@@ -84,7 +84,7 @@ class Exits(ValueError):
 
 class Noted(ValueError):
     @property
-    def __notes__(self):
+    def __notes__(self):  # type: ignore[override]
         raise RuntimeError("no notes")
 
 

@@ -280,7 +280,7 @@ def write():
 
 
 in_ddp(2, write)
-assert list(shared) == [5, 5]
+assert list(shared) == [5, 5]  # type: ignore[call-overload]
 shared.shm.close()
 shared.shm.unlink()
 
@@ -1349,7 +1349,7 @@ def load(name):
     return module
 
 
-one, two = load("one"), load("two")
+one, two = load("one"), load("two")  # type: ignore[call-arg]
 sys.modules["two"] = two
 boxes = in_ddp(1, lambda: (one.Box(2), two.Box(3)))
 assert (type(boxes[0]), type(boxes[1])) == (one.Box, two.Box) and (boxes[0].v, boxes[1].v) == (14, 21)

@@ -223,8 +223,8 @@ def extend():
 
 
 def fn(same):
-    add()
-    add()
+    add()  # type: ignore[call-arg]
+    add()  # type: ignore[call-arg]
     extend()
     return get(), shared, also["list"] is shared, same is shared
 
@@ -248,7 +248,7 @@ def helper():
 
 
 def make():
-    return Model(), Model, [Model()]
+    return Model(), Model, [Model()]  # type: ignore[call-arg]
 
 
 before, cls, _ = session.run(make)
