@@ -83,7 +83,7 @@ def pytest_configure() -> None:
     from hypothesis import HealthCheck, settings
 
     about = {"deadline": None, "max_examples": 50, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("any machine", **about)  # type: ignore[arg-type]
+    settings.register_profile("any machine", **about)
     settings.load_profile("any machine")
     folder = _programs.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-state-"))
     os.environ["XDG_STATE_HOME"] = folder  # the tests must not see the user's named sessions
@@ -382,7 +382,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
+        return int(self.manager.provisioner.pid)
 
     def start(self, code: str, watched: bool = False) -> str:
         """Start a cell; returns its message id. `watched`: as for somebody who could type something."""
